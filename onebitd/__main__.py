@@ -1,0 +1,8 @@
+"""`python -m onebitd` is `onebitd`."""
+
+import sys
+
+from onebitd.surfaces.daemon import main
+
+if __name__ == "__main__":
+    sys.exit(main())

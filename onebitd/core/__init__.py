@@ -1,0 +1,1 @@
+"""Pure decisions and formats: no I/O, no async, no clock."""

@@ -1,0 +1,169 @@
+"""The record of one handoff: its outcomes, its reasons, its fields and its log line.
+
+The names are promises of `onebitd(8)`: the same in the log, on the control socket and in
+`onebitctl handoffs --json`. A field that does not apply is absent, never invented.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+
+class Outcome(enum.StrEnum):
+    """How one request on the handoff route ended."""
+
+    USED = "used"
+    """Handed over, and the decoder then evaluated only the last token."""
+    WASTED = "wasted"
+    """Handed over, but the decoder evaluated the prompt again."""
+    FALLBACK = "fallback"
+    """A handoff was tried and failed; the decoder prefilled by itself."""
+    SKIPPED = "skipped"
+    """No handoff was tried: the policy or the request said no."""
+    FAILED = "failed"
+    """The client got an error: a strict handoff failed, or the decoder could not answer."""
+    CANCELLED = "cancelled"
+    """The client left before its reply was complete."""
+
+
+class Route(enum.StrEnum):
+    """How the KV cache travels from the provider to the decoder."""
+
+    FILE = "file"
+    SHARED = "shared"
+
+
+class Reason(enum.StrEnum):
+    """Why a request was not handed off, fell back, failed or was cancelled; a closed list."""
+
+    NO_PROVIDER = "no_provider"
+    NOT_TEXT = "not_text"
+    TOO_SHORT = "too_short"
+    TOO_LONG = "too_long"
+    POLICY = "policy"
+    ALREADY_CACHED = "already_cached"
+    LOCK_BUSY = "lock_busy"
+    LOCK_UNUSABLE = "lock_unusable"
+    PROVIDER_EXIT = "provider_exit"
+    PROVIDER_TIMEOUT = "provider_timeout"
+    PROVIDER_NO_FILE = "provider_no_file"
+    BAD_STATE = "bad_state"
+    RESTORE_REFUSED = "restore_refused"
+    RESTORE_SHORT = "restore_short"
+    SHARE_REFUSED = "share_refused"
+    SHARE_HANDSHAKE = "share_handshake"
+    ADOPT_REFUSED = "adopt_refused"
+    BREAKER_OPEN = "breaker_open"
+    NO_SPACE = "no_space"
+    CLIENT_GONE = "client_gone"
+    BACKEND_DOWN = "backend_down"
+    BACKEND_REFUSED = "backend_refused"
+    UNSUPPORTED_MODEL = "unsupported_model"
+    DRAINING = "draining"
+    INTERNAL = "internal"
+
+
+@dataclasses.dataclass(slots=True)
+class HandoffRecord:
+    """One request on the handoff route, filled in as it goes.
+
+    Times are milliseconds. `first_byte_ms` counts from the start of the handoff: the moment the
+    request had been read and entered the queue. `evaluated_tokens` and `cached_tokens` are the
+    decoder's own words (`timings.prompt_n`, `timings.cache_n`). `prefill_ms` is the provider's own
+    figure when it reported one, else equal to `provider_wall_ms`.
+    """
+
+    request_id: str
+    time: str
+    instance: str
+    model: str
+    path: str
+    stream: bool
+    outcome: Outcome | None = None
+    route: Route | None = None
+    reason: Reason | None = None
+    detail: str | None = None
+    prompt_tokens: int | None = None
+    handed_tokens: int | None = None
+    evaluated_tokens: int | None = None
+    cached_tokens: int | None = None
+    queue_ms: float | None = None
+    template_ms: float | None = None
+    tokenize_ms: float | None = None
+    lock_ms: float | None = None
+    prefill_ms: float | None = None
+    provider_wall_ms: float | None = None
+    check_ms: float | None = None
+    share_ms: float | None = None
+    adopt_ms: float | None = None
+    restore_ms: float | None = None
+    first_byte_ms: float | None = None
+    state_bytes: int | None = None
+    gpu_busy_percent: float | None = None
+    provider: str | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return what applies, in declaration order; milliseconds rounded to the microsecond."""
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            if isinstance(value, float):
+                value = round(value, 3)
+            elif isinstance(value, enum.StrEnum):
+                value = value.value
+            found[field.name] = value
+        return found
+
+    def line(self) -> str:
+        """Return the human text of this handoff, the engine's own line."""
+        tokens = "?" if self.prompt_tokens is None else str(self.prompt_tokens)
+        parts = [f"hybrid: {tokens} prompt tokens: "]
+        if self.outcome in (Outcome.USED, Outcome.WASTED):
+            parts.append(f"prefill {self.prefill_ms or 0.0:.1f} ms, ")
+            if self.share_ms is not None:
+                parts.append(f"share {self.share_ms:.3f} ms, ")
+            if self.route is Route.SHARED:
+                parts.append(f"adopt {self.adopt_ms or 0.0:.3f} ms")
+            else:
+                parts.append(f"restore {self.restore_ms or 0.0:.1f} ms")
+            if self.outcome is Outcome.WASTED:
+                evaluated = "?" if self.evaluated_tokens is None else self.evaluated_tokens
+                parts.append(f", wasted: the decoder evaluated {evaluated} tokens again")
+        else:
+            parts.append(_VERBS.get(self.outcome, "unfinished"))
+            if self.reason is not None:
+                parts.append(f" ({self.reason}: {self.detail})" if self.detail
+                             else f" ({self.reason})")
+        if self.first_byte_ms is not None:
+            parts.append(f", first byte {self.first_byte_ms:.1f} ms")
+        return "".join(parts)
+
+
+_VERBS: dict[Outcome | None, str] = {
+    Outcome.FALLBACK: "fell back",
+    Outcome.SKIPPED: "not handed off",
+    Outcome.FAILED: "failed",
+    Outcome.CANCELLED: "cancelled",
+}
+
+
+def outcome_of_reply(handed_tokens: int, cached_tokens: int | None,
+                     evaluated_tokens: int | None) -> Outcome:
+    """Decide whether a handoff that was restored was also used.
+
+    Args:
+        handed_tokens: tokens the provider prefilled (the prompt's, less its last).
+        cached_tokens: `timings.cache_n` of the reply, None when the decoder did not say.
+        evaluated_tokens: `timings.prompt_n` of the reply, None when the decoder did not say.
+
+    Returns:
+        USED only if the decoder says that it took every handed token from its cache and evaluated
+        exactly one.
+    """
+    if cached_tokens == handed_tokens and evaluated_tokens == 1:
+        return Outcome.USED
+    return Outcome.WASTED

@@ -1,0 +1,1 @@
+"""State that lives long: the supervisor, the queue, the pipeline, the history."""

@@ -1,0 +1,1 @@
+"""Translation only: HTTP, the control socket, the command line, the daemon that wires it all."""
