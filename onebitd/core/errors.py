@@ -109,20 +109,27 @@ class RequestError(OnebitError):
     Args:
         status: HTTP status.
         message: for a person; names the object and the next step.
-        type: llama-server's and OpenAI's error type words.
+        kind: llama-server's and OpenAI's error type words.
         retry_after_s: whole seconds for a Retry-After header.
         reason: the handoff record's reason, where there is one.
     """
 
-    def __init__(self, status: int, message: str, *, type: str = "invalid_request_error",
-                 retry_after_s: int | None = None, reason: Reason | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        retry_after_s: int | None = None,
+        reason: Reason | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
-        self.type = type
+        self.kind = kind
         self.retry_after_s = retry_after_s
         self.reason = reason
 
     def body(self) -> dict[str, object]:
         """Return the JSON body: `{"error": {"message", "type", "code"}}`."""
-        return {"error": {"message": self.message, "type": self.type, "code": self.status}}
+        return {"error": {"message": self.message, "type": self.kind, "code": self.status}}

@@ -1,0 +1,127 @@
+"""What the control socket says: the shape of `/v1/status`, used by server and client alike.
+
+The daemon fills the dataclasses and sends `to_json`; `onebitctl` reads plain mappings, so that it
+also understands a daemon of another version. Fields that do not apply are null.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+STATES: Final = ("loading", "ready", "restarting", "draining", "failed")
+"""The daemon's own state, the first word of `onebitctl status`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """What is served; `state_version` is the decoder's state file version, learned at its start."""
+
+    alias: str
+    path: str
+    ctx_size: int | None
+    state_version: int | None
+    layout: str | None
+    """One line: the layout of a state file, or why this model cannot be handed over."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LastExit:
+    """How the decoder last ended, against its will."""
+
+    time: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """The decoder; `state` is one of `core.backend_state`."""
+
+    pid: int | None
+    state: str
+    restarts: int
+    last_exit: LastExit | None
+    build: str | None
+    devices: list[str]
+    rss_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProviderStatus:
+    """The prefill provider; `state` is `none`, `idle`, `running` or `stuck`.
+
+    `breaker` is `closed`: every failure is tried again with the next prompt.
+    """
+
+    program: str | None
+    state: str
+    breaker: str
+    consecutive_failures: int
+    last_error: dict[str, str] | None
+    """`time`, `reason` and `detail` of the last failed handoff, None when there was none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LockStatus:
+    """The NPU device lock; `holder` is `{pid, command}` whoever it is, None when free."""
+
+    path: str
+    held: bool
+    holder: dict[str, Any] | None
+    hold: str
+    problem: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotStatus:
+    """Slot 0 and the request that has it; `phase` is where that request is."""
+
+    busy: bool
+    phase: str | None
+    request_id: str | None
+    age_s: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """Requests that wait for the slot."""
+
+    pending: int
+    max: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HandoffCounts:
+    """Requests on the handoff route since the start, by outcome and by reason."""
+
+    used: int = 0
+    wasted: int = 0
+    fallback: int = 0
+    skipped: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    by_reason: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Status:
+    """The whole of `/v1/status`."""
+
+    version: str
+    instance: str
+    pid: int
+    uptime_s: float
+    state: str
+    state_detail: str | None
+    listen: list[str]
+    model: ModelStatus
+    backend: BackendStatus
+    provider: ProviderStatus
+    lock: LockStatus
+    slot: SlotStatus
+    queue: QueueStatus
+    handoffs: HandoffCounts
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain dicts and lists, in the order of the declaration."""
+        return dataclasses.asdict(self)
