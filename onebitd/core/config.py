@@ -387,11 +387,11 @@ def resolve(
             value = _checked(setting, value, where, problems)
         found[setting.key] = value
         sources[setting.key] = source
-    _check_together(found, problems)
+    _check_together(found, sources, problems)
     name = _instance_name(instance, found["model.path"], problems)
     if found["model.alias"] is None:
         found["model.alias"] = (
-            name if instance is not None else PurePath(found["model.path"] or name).stem
+            name if instance is not None else PurePath(found["model.path"] or name).stem or name
         )
     if problems:
         raise ConfigError(problems)
@@ -560,20 +560,30 @@ def _type_name(value: Any) -> str:
     return _TYPE_NAMES.get(type(value), type(value).__name__)
 
 
-def _check_together(found: Mapping[str, Any], problems: list[str]) -> None:
-    if found["model.path"] is None and not any(
-        "model.path" in line or "-m" in line for line in problems
-    ):
+def _check_together(
+    found: Mapping[str, Any], sources: Mapping[str, str], problems: list[str]
+) -> None:
+    # A key that was given and is faulty has its own line already: only "not given" counts here.
+    if sources["model.path"] == "default":
         problems.append("model.path: not set; name the GGUF file there or with -m MODEL")
     if (
         not is_loopback(found["http.host"])
-        and found["http.api_key_file"] is None
+        and sources["http.api_key_file"] == "default"
         and not found["http.allow_unauthenticated"]
     ):
         problems.append(
             f"http.api_key_file: required because http.host {found['http.host']} is not a loopback "
             "address; name a file with one key a line, or set http.allow_unauthenticated = true"
         )
+    program = found["backend.llama_server"]
+    if "/" in program and not PurePath(program).is_absolute():
+        problems.append(
+            f"backend.llama_server: must be an absolute path or a name to look up in PATH, not "
+            f"{program!r}"
+        )
+    if "," in (found["model.alias"] or ""):
+        # llama-server takes --alias as a list.
+        problems.append(f"model.alias: must not hold a comma, not {found['model.alias']!r}")
 
 
 def _instance_name(instance: str | None, model_path: str | None, problems: list[str]) -> str:
