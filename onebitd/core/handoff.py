@@ -61,6 +61,7 @@ class Reason(enum.StrEnum):
     BACKEND_DOWN = "backend_down"
     BACKEND_REFUSED = "backend_refused"
     UNSUPPORTED_MODEL = "unsupported_model"
+    QUEUE_FULL = "queue_full"
     DRAINING = "draining"
     INTERNAL = "internal"
 
@@ -136,8 +137,9 @@ class HandoffRecord:
         else:
             parts.append(_VERBS.get(self.outcome, "unfinished"))
             if self.reason is not None:
-                parts.append(f" ({self.reason}: {self.detail})" if self.detail
-                             else f" ({self.reason})")
+                parts.append(
+                    f" ({self.reason}: {self.detail})" if self.detail else f" ({self.reason})"
+                )
         if self.first_byte_ms is not None:
             parts.append(f", first byte {self.first_byte_ms:.1f} ms")
         return "".join(parts)
@@ -151,8 +153,9 @@ _VERBS: dict[Outcome | None, str] = {
 }
 
 
-def outcome_of_reply(handed_tokens: int, cached_tokens: int | None,
-                     evaluated_tokens: int | None) -> Outcome:
+def outcome_of_reply(
+    handed_tokens: int, cached_tokens: int | None, evaluated_tokens: int | None
+) -> Outcome:
     """Decide whether a handoff that was restored was also used.
 
     Args:

@@ -1,0 +1,173 @@
+"""The HTTP listener: hypercorn's HTTP/1.1 and HTTP/2, on sockets of ours, with bounded writes.
+
+hypercorn's own `serve` opens sockets by itself, lets a client that stopped reading hold a stop for
+ever, and stops reading while a reply runs (so a client that left after pipelining a request is
+noticed late). `Connection` is its `TCPServer` with those three changed; it uses hypercorn's
+internals, so the version is pinned and `tests/adapters/test_http_server.py` fails when they move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import trio
+from hypercorn.config import Config
+from hypercorn.events import Closed, Event, RawData
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ASGIFramework, ConnectionState
+from hypercorn.utils import wrap_app
+
+_READ_BYTES: Final = 64 * 1024
+_READ_AHEAD_CHUNKS: Final = 4
+_LINGER_S: Final = 1.0
+"""After a stop: replies that are complete may still leave the building."""
+
+
+class Connection(TCPServer):
+    """One client's connection.
+
+    Args:
+        write_timeout_s: a client that takes nothing for this long is cut off.
+        connections: the set it is in while it lives, so that a stop can cut it off.
+    """
+
+    def __init__(
+        self,
+        app: Any,  # noqa: ANN401 - hypercorn's wrapper type is a union it keeps to itself
+        config: Config,
+        context: WorkerContext,
+        stream: trio.SocketStream,
+        *,
+        write_timeout_s: float,
+        connections: set[Connection],
+    ) -> None:
+        super().__init__(app, config, context, ConnectionState({}), stream)  # type: ignore[arg-type]
+        self._write_timeout_s = write_timeout_s
+        self._connections = connections
+
+    async def run(self) -> None:
+        """Serve until the client or we close; one connection's fault is nobody else's."""
+        self._connections.add(self)
+        try:
+            await super().run()
+        except* (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # the client is gone
+        finally:
+            self._connections.discard(self)
+
+    def abort(self) -> None:
+        """Cut the client off; whatever waits to be written is dropped."""
+        self.stream.socket.close()
+
+    async def protocol_send(self, event: Event) -> None:
+        """Write bounded in time; everything else is hypercorn's."""
+        if not isinstance(event, RawData):
+            await super().protocol_send(event)
+            return
+        gone = False
+        async with self.send_lock:
+            # Shielded so that a cancelled reply does not leave half a chunk on a live connection.
+            with trio.CancelScope(
+                shield=True, deadline=trio.current_time() + self._write_timeout_s
+            ) as scope:
+                try:
+                    await self.stream.send_all(event.data)
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    gone = True
+            if scope.cancelled_caught:
+                self.abort()
+                gone = True
+        if gone:
+            await self.protocol.handle(Closed())
+
+    async def _read_data(self) -> None:
+        """Go on reading while the protocol is busy: that is how a leaving client is noticed."""
+        arrived, queue = trio.open_memory_channel[bytes](_READ_AHEAD_CHUNKS)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._hand_on, queue)
+            while data := await self._receive():
+                await arrived.send(data)
+            nursery.cancel_scope.cancel()
+        await self.protocol.handle(Closed())
+
+    async def _receive(self) -> bytes:
+        try:
+            return bytes(await self.stream.receive_some(_READ_BYTES))
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return b""
+
+    async def _hand_on(self, queue: trio.MemoryReceiveChannel[bytes]) -> None:
+        async for data in queue:
+            await self.protocol.handle(RawData(data))
+
+
+class HttpServer:
+    """Serves one ASGI application on listening sockets.
+
+    Args:
+        app: the application.
+        listeners: bound and listening; closed when serving ends.
+        keep_alive_s: an idle connection lives this long.
+        write_timeout_s: see Connection.
+    """
+
+    def __init__(
+        self,
+        app: ASGIFramework,
+        listeners: Sequence[socket.socket],
+        *,
+        keep_alive_s: float = 75.0,
+        write_timeout_s: float = 60.0,
+    ) -> None:
+        self._listeners = listeners
+        self._context = WorkerContext(None)
+        self._connections: set[Connection] = set()
+        config = Config()
+        config.keep_alive_timeout = keep_alive_s
+        config.keep_alive_max_requests = 1_000_000
+        config.h11_max_incomplete_size = 64 * 1024
+        config.include_date_header = False  # a relayed reply carries its backend's headers only
+        config.include_server_header = False
+        config.accesslog = None
+        config.errorlog = None
+        self._serve = partial(
+            Connection,
+            wrap_app(app, config.wsgi_max_body_size, "asgi"),
+            config,
+            self._context,
+            write_timeout_s=write_timeout_s,
+            connections=self._connections,
+        )
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; then let finished replies leave, and cut off what is left."""
+        async with trio.open_nursery() as connections:
+            try:
+                await self._accept(connections, task_status)
+            finally:
+                await self._context.terminated.set()  # idle keep-alive connections close
+                with trio.CancelScope(shield=True):
+                    with trio.move_on_after(_LINGER_S):
+                        while self._connections:  # noqa: ASYNC110 - hypercorn has no event for it
+                            await trio.sleep(0.01)
+                    for connection in tuple(self._connections):
+                        connection.abort()
+                connections.cancel_scope.cancel()
+
+    async def _accept(self, connections: trio.Nursery, task_status: trio.TaskStatus[None]) -> None:
+        listeners = [
+            trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+            for listener in self._listeners
+        ]
+        task_status.started()
+        await trio.serve_listeners(self._handle, listeners, handler_nursery=connections)
+
+    async def _handle(self, stream: trio.SocketStream) -> None:
+        with contextlib.suppress(OSError):  # TCP only
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await self._serve(stream).run()

@@ -1,0 +1,261 @@
+"""Child processes: the one door through which the daemon starts programs.
+
+A child gets its own session and process group, dies with the daemon (parent-death signal for the
+child itself, the guard for its whole group), and is waited for through a pidfd. `Popen` runs on
+the trio thread on purpose: a parent-death signal fires when the *thread* that forked ends, and
+trio's worker threads end after ten idle seconds. No preexec_fn, so CPython uses vfork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from onebitd.core.errors import OnebitError
+
+_GUARD_PROGRAM: Final = Path(__file__).with_name("group_guard.py")
+_MAX_LINE_BYTES: Final = 8 * 1024
+"""A longer line is cut there; the rest of it is dropped."""
+_READ_BYTES: Final = 64 * 1024
+_GONE_POLL_S: Final = 0.01
+
+
+class SpawnError(OnebitError):
+    """A program could not be started; the message names it and why."""
+
+
+class Guard:
+    """The daemon's end of the guard process; see group_guard.
+
+    One for the daemon's life. `close()` ends it; groups still listed are killed by it.
+    """
+
+    def __init__(self) -> None:
+        read_end, self._write_end = os.pipe2(os.O_CLOEXEC)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_GUARD_PROGRAM)],
+                stdin=read_end,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+                env={},
+            )
+        finally:
+            os.close(read_end)
+
+    def add(self, group: int) -> None:
+        """Have `group` killed when the daemon dies."""
+        self._tell(f"+{group}\n")
+
+    def remove(self, group: int) -> None:
+        """The group is gone: its number may be given to somebody else."""
+        self._tell(f"-{group}\n")
+
+    def _tell(self, line: str) -> None:
+        # A dead guard is no reason to stop serving: the parent-death signal is still there.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._write_end, line.encode())
+
+    def close(self) -> None:
+        """End the guard and reap it."""
+        os.close(self._write_end)
+        self._process.wait()
+
+
+def find_program(name: str, path: str | None = None) -> str:
+    """Return the absolute path of a program, looked up on PATH when it has no slash.
+
+    Raises:
+        SpawnError: naming what is missing, or not executable.
+    """
+    found = shutil.which(name, path=path)
+    if found is not None:
+        return str(Path(found).absolute())
+    if "/" not in name:
+        raise SpawnError(f"program {name} is not on PATH; install it or name its full path")
+    if not Path(name).exists():
+        raise SpawnError(f"program {name} does not exist")
+    raise SpawnError(f"program {name} is not an executable file; check its mode")
+
+
+class Child:
+    """A running program, leader of its own process group.
+
+    Made by `spawn`. Whoever has it must see it end: `wait()`, or `stop()`.
+    """
+
+    def __init__(self, popen: subprocess.Popen[bytes], guard: Guard) -> None:
+        self._popen = popen
+        self._guard = guard
+        self._guarded = True
+        self._reaped = trio.Lock()
+        self.pid = popen.pid
+        self._pidfd = os.pidfd_open(popen.pid)
+        guard.add(popen.pid)
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return self._popen.returncode
+
+    @property
+    def stdout(self) -> trio.abc.ReceiveStream:
+        """Standard output; the caller reads and closes it. To be taken once."""
+        assert self._popen.stdout is not None  # noqa: S101 - spawn() always makes the pipe
+        return trio.lowlevel.FdStream(os.dup(self._popen.stdout.fileno()))
+
+    @property
+    def stderr(self) -> trio.abc.ReceiveStream | None:
+        """Standard error, None when it goes where stdout goes. To be taken once."""
+        if self._popen.stderr is None:
+            return None
+        return trio.lowlevel.FdStream(os.dup(self._popen.stderr.fileno()))
+
+    async def wait(self) -> int:
+        """Wait until the leader has ended; return its exit status. Cancelling leaves it running."""
+        async with self._reaped:
+            if self._popen.returncode is None:
+                await trio.lowlevel.wait_readable(self._pidfd)
+                self._popen.wait()
+                self._close_pipes()
+        return self._popen.returncode or 0
+
+    def _close_pipes(self) -> None:
+        os.close(self._pidfd)
+        for pipe in (self._popen.stdout, self._popen.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole group; nothing happens when it is gone."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def group_is_gone(self) -> bool:
+        """Say whether no process of the group is left (zombies of others' count as left)."""
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+    async def stop(self, *, term_grace_s: float, kill_grace_s: float) -> bool:
+        """End the whole group: SIGTERM, a grace, SIGKILL, another grace.
+
+        Shielded: a cancel does not leave it half done; it takes at most both graces.
+
+        Returns:
+            True when leader and group are gone; False when something survived SIGKILL (a process
+            in uninterruptible sleep); then the caller decides what that means.
+        """
+        with trio.CancelScope(shield=True):
+            for number, grace_s in ((signal.SIGTERM, term_grace_s), (signal.SIGKILL, kill_grace_s)):
+                if grace_s <= 0 and number == signal.SIGTERM:
+                    continue
+                self.signal(number)
+                with trio.move_on_after(grace_s):
+                    await self.wait_gone()
+                    return True
+        return False
+
+    async def wait_gone(self) -> None:
+        """Wait until the leader has been reaped and its group is empty; then drop the guard."""
+        await self.wait()
+        while not self.group_is_gone():  # noqa: ASYNC110 - the kernel has no event for it
+            await trio.sleep(_GONE_POLL_S)
+        if self._guarded:
+            self._guarded = False
+            self._guard.remove(self.pid)
+
+
+def spawn(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    guard: Guard,
+    merge_output: bool = False,
+    pass_fds: Sequence[int] = (),
+    cwd: str = "/",
+) -> Child:
+    """Start a program; must be called on the trio thread (see the module's docstring).
+
+    Args:
+        argv: the program's absolute path and its arguments.
+        env: its whole environment.
+        guard: kills its group when the daemon dies.
+        merge_output: standard error goes into the same pipe as standard output.
+        pass_fds: descriptors it inherits; nothing else is inherited.
+        cwd: its working directory.
+
+    Raises:
+        SpawnError: the program cannot be started.
+    """
+    setpriv = shutil.which("setpriv")
+    prefix = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
+    try:
+        popen = subprocess.Popen(
+            [*prefix, *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if merge_output else subprocess.PIPE,
+            env=dict(env),
+            cwd=cwd,
+            start_new_session=True,
+            umask=0o077,
+            pass_fds=pass_fds,
+        )
+    except OSError as error:
+        reason = os.strerror(error.errno or errno.EIO)
+        raise SpawnError(f"program {argv[0]} cannot be started: {reason}") from error
+    return Child(popen, guard)
+
+
+async def pump_lines(stream: trio.abc.ReceiveStream, on_line: Callable[[bytes], None]) -> None:
+    """Hand each line to `on_line` until the pipe ends; memory stays bounded; closes the stream."""
+    held = bytearray()
+    overlong = False
+    async with stream:
+        while True:
+            try:
+                data = await stream.receive_some(_READ_BYTES)
+            except (OSError, trio.BrokenResourceError):
+                data = b""
+            if not data:
+                break
+            held += data
+            *lines, rest = held.split(b"\n")
+            for line in lines:
+                if not overlong:
+                    on_line(bytes(line[:_MAX_LINE_BYTES]).rstrip(b"\r"))
+                overlong = False
+            held = bytearray(rest)
+            if len(held) > _MAX_LINE_BYTES:
+                if not overlong:
+                    on_line(bytes(held[:_MAX_LINE_BYTES]))
+                overlong = True
+                held.clear()
+    if held and not overlong:
+        on_line(bytes(held))
+
+
+def describe_exit(returncode: int) -> str:
+    """Return `status 3` or `signal 6 (SIGABRT)`."""
+    if returncode >= 0:
+        return f"status {returncode}"
+    with contextlib.suppress(ValueError):
+        return f"signal {-returncode} ({signal.Signals(-returncode).name})"
+    return f"signal {-returncode}"

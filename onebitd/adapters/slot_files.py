@@ -1,0 +1,244 @@
+"""The private directory of state files and ids files (`slots/`), and one run's files in it.
+
+Each provider run gets a directory of its own, so that whatever the provider leaves (temporary
+names too) goes with it. The state file is opened once without following links, checked on that
+descriptor, and renamed to the name that the decoder is given.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import signal
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from onebitd.core import provider_contract, state_file
+from onebitd.core.errors import ConfigError, HandoffError, StateFileError
+from onebitd.core.handoff import Reason
+
+_RUN_PREFIX: Final = "run-"
+_STATE_PREFIX: Final = "state-"
+_SPACE_RESERVE_BYTES: Final = 1024 * 1024
+
+
+class SlotFiles:
+    """The directory; `path` is the decoder's --slot-save-path.
+
+    Args:
+        path: made with mode 0700 if it is missing.
+
+    Raises:
+        ConfigError: it cannot be made, or is not a directory of ours.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            info = path.lstat()
+            if not stat.S_ISDIR(info.st_mode) or info.st_uid not in (os.geteuid(), 0):
+                raise ConfigError([f"{path}: not a directory of user {os.geteuid()}; remove it"])
+            path.chmod(0o700)
+        except OSError as error:
+            raise ConfigError(
+                [f"{path}: cannot hold state files: {error.strerror}; check handoff.state_dir"]
+            ) from error
+
+    def sweep(self) -> int:
+        """Remove what an earlier daemon left here; return how many entries that were."""
+        count = 0
+        for entry in self.path.iterdir():
+            if entry.name.startswith((_RUN_PREFIX, _STATE_PREFIX)):
+                _remove(entry)
+                count += 1
+        return count
+
+    def new_name(self) -> str:
+        """Return a file name that nobody here has yet."""
+        return f"{_STATE_PREFIX}{secrets.token_hex(8)}"
+
+    def remove(self, name: str) -> None:
+        """Remove a state file; it may be gone already."""
+        _remove(self.path / name)
+
+    def check_space(self, wanted_bytes: int) -> None:
+        """See that a state file of this size fits.
+
+        Raises:
+            HandoffError: `no_space`.
+        """
+        info = os.statvfs(self.path)
+        free = info.f_bavail * info.f_frsize
+        if free < wanted_bytes + _SPACE_RESERVE_BYTES:
+            raise HandoffError(
+                Reason.NO_SPACE,
+                f"{self.path} has {free >> 20} MiB free, the state needs {wanted_bytes >> 20} MiB; "
+                "make room or set handoff.state_dir",
+            )
+
+    def new_run(self, tokens: Sequence[int]) -> RunFiles:
+        """Make one run's directory with its ids file; the caller removes it.
+
+        Raises:
+            HandoffError: `no_space`, whatever keeps the ids from being written.
+        """
+        directory = self.path / f"{_RUN_PREFIX}{secrets.token_hex(8)}"
+        try:
+            directory.mkdir(mode=0o700)
+            _write_private(
+                directory / provider_contract.TOKENS_FILE, provider_contract.format_tokens(tokens)
+            )
+        except OSError as error:
+            _remove(directory)
+            raise HandoffError(
+                Reason.NO_SPACE, f"cannot write the ids file in {self.path}: {error.strerror}"
+            ) from error
+        return RunFiles(self, directory)
+
+
+class RunFiles:
+    """One run's directory; `remove()` takes it away with all that is in it."""
+
+    def __init__(self, slots: SlotFiles, directory: Path) -> None:
+        self._slots = slots
+        self._directory = directory
+
+    @property
+    def tokens_path(self) -> str:
+        """The ids file."""
+        return str(self._directory / provider_contract.TOKENS_FILE)
+
+    @property
+    def state_path(self) -> str:
+        """Where the provider writes its state file."""
+        return str(self._directory / provider_contract.STATE_FILE)
+
+    async def take_state(
+        self, layout: state_file.Layout, tokens: Sequence[int], swa_window: int | None
+    ) -> tuple[str, int]:
+        """Check the provider's state file off the event loop and move it into place.
+
+        Returns:
+            The name in the slot directory, and the size in bytes. The caller removes the file.
+
+        Raises:
+            HandoffError: `provider_no_file` or `bad_state`.
+
+        A cancel leaves the check to end by itself in its thread; the file stays in the run's
+        directory.
+        """
+        descriptor = _open_state(self.state_path)
+        try:
+            identity = os.fstat(descriptor)
+            await trio.to_thread.run_sync(
+                _check,
+                os.dup(descriptor),
+                layout,
+                tuple(tokens),
+                swa_window,
+                abandon_on_cancel=True,
+            )
+            name = self._slots.new_name()
+            target = self._slots.path / name
+            os.fchmod(descriptor, 0o600)
+            os.rename(self.state_path, target)
+            moved = os.lstat(target)
+        except OSError as error:
+            raise HandoffError(
+                Reason.BAD_STATE, f"the state file cannot be taken over: {error.strerror}"
+            ) from error
+        finally:
+            os.close(descriptor)
+        if (moved.st_dev, moved.st_ino, moved.st_size) != (
+            identity.st_dev,
+            identity.st_ino,
+            identity.st_size,
+        ):
+            self._slots.remove(name)
+            raise HandoffError(Reason.BAD_STATE, "the state file was changed while it was checked")
+        return name, moved.st_size
+
+    def remove(self) -> None:
+        """Remove the directory and everything in it."""
+        _remove(self._directory)
+
+
+def _open_state(path: str) -> int:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        raise HandoffError(
+            Reason.PROVIDER_NO_FILE, "the provider ended with status 0 and wrote no state file"
+        ) from None
+    except OSError as error:
+        what = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise HandoffError(Reason.BAD_STATE, f"cannot open the state file: {what}") from error
+    try:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
+            raise HandoffError(
+                Reason.BAD_STATE, "the state file is not a regular file with one name"
+            )
+        _refuse_writers(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refuse_writers(descriptor: int) -> None:
+    """See that nobody has the file open for writing: it could change, or shrink under the mapping.
+
+    A read lease is granted only then (fcntl(2)); it is given back at once. File systems without
+    leases answer EINVAL: there the end of the provider's process group has to do.
+    """
+    try:
+        # SIGIO's default would end the process if somebody opened the file just now.
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # type: ignore[attr-defined,unused-ignore]
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError as error:
+        if error.errno == errno.EAGAIN:
+            raise HandoffError(
+                Reason.BAD_STATE, "some process still has the state file open for writing"
+            ) from error
+
+
+def _check(
+    descriptor: int, layout: state_file.Layout, tokens: tuple[int, ...], swa_window: int | None
+) -> None:
+    try:
+        size = os.fstat(descriptor).st_size
+        if size == 0:
+            raise HandoffError(Reason.BAD_STATE, "the state file is empty")
+        # Not closed here: a refusal's traceback may still hold views of it, which keep it alive
+        # until they go.
+        mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+        state_file.check(mapped, layout, tokens, swa_window=swa_window)
+    except StateFileError as error:
+        raise HandoffError(Reason.BAD_STATE, str(error)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

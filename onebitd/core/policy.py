@@ -1,0 +1,97 @@
+"""plan(): whether one prompt is handed off; a pure function of what is known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from onebitd.core.config import Policy
+from onebitd.core.handoff import Reason, Route
+from onebitd.core.state_file import KvSection, Layout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HandOff:
+    """Hand the prompt, less its last token, to the provider."""
+
+    route: Route
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Skip:
+    """Let the decoder prefill; `detail` is a sentence."""
+
+    reason: Reason
+    detail: str
+
+
+Plan = HandOff | Skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What is known before a prompt has been looked at.
+
+    Args:
+        policy: effective for this request.
+        has_provider: a provider program is named.
+        device: `backend.device`; `cpu` and `hrx` never call a provider.
+        unsupported: why this decoder's state cannot be handed over, None when it can.
+        min_tokens: shorter prompts are not handed off.
+    """
+
+    policy: Policy
+    has_provider: bool
+    device: str
+    unsupported: str | None
+    min_tokens: int
+
+
+def plan_without_prompt(known: Knowledge) -> Skip | None:
+    """Return why no prompt at all would be handed off, or None: saves template and tokenize."""
+    if known.device in ("hrx", "cpu"):
+        return Skip(Reason.POLICY, f"device {known.device} never calls a provider")
+    if not known.has_provider:
+        return Skip(Reason.NO_PROVIDER, "no prefill provider is configured")
+    if known.policy is Policy.NEVER:
+        return Skip(Reason.POLICY, "the policy is never")
+    if known.unsupported is not None:
+        return Skip(Reason.UNSUPPORTED_MODEL, known.unsupported)
+    return None
+
+
+def plan(known: Knowledge, prompt_tokens: int, ctx_size: int | None) -> Plan:
+    """Decide for one prompt.
+
+    Args:
+        known: see Knowledge.
+        prompt_tokens: N, the prompt's last token included.
+        ctx_size: the decoder's context of one slot, None when it did not say.
+
+    Returns:
+        HandOff for N of at least two that fits with room for one new token: the decoder refuses
+        N >= ctx_size with its own 400, which must reach the client before any provider runs.
+    """
+    skip = plan_without_prompt(known)
+    if skip is not None:
+        return skip
+    if prompt_tokens < 2:
+        return Skip(Reason.TOO_SHORT, "a prompt of one token has nothing to hand over")
+    if prompt_tokens < known.min_tokens:
+        return Skip(
+            Reason.TOO_SHORT,
+            f"{prompt_tokens} prompt tokens, handoff.min_tokens is {known.min_tokens}",
+        )
+    if ctx_size is not None and prompt_tokens >= ctx_size:
+        return Skip(Reason.TOO_LONG, f"{prompt_tokens} prompt tokens, the context holds {ctx_size}")
+    return HandOff(Route.FILE)
+
+
+def erase_heals(layout: Layout) -> bool:
+    """Say whether erasing the slot is enough after a restore that went wrong.
+
+    Measured on llama.cpp: values that are not finite stay behind an erase in a transposed V cache
+    (flash attention off) and in recurrent state, and reach later prompts from there.
+    """
+    return all(
+        isinstance(section, KvSection) and not section.v_trans for section in layout.sections
+    )

@@ -1,0 +1,67 @@
+"""The provider contract (onebit-provider(7)): its command line, its files, its result line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from onebitd.core.config import NO_LOCK_VARIABLE
+
+TOKENS_FILE: Final = "tokens.txt"
+STATE_FILE: Final = "state.bin"
+
+_DETAIL_LIMIT: Final = 300
+
+
+def file_route_argv(
+    program: str, *, tokens_file: str, state_file: str, model: str, elfs: str | None
+) -> list[str]:
+    """Return the command line of a run on the file route."""
+    argv = [program, "--tokens", tokens_file, "--out", state_file, "--model", model]
+    return argv if elfs is None else [*argv, "--elfs", elfs]
+
+
+def environment(
+    inherited: Mapping[str, str], extra: Mapping[str, str], *, lock_held: bool
+) -> dict[str, str]:
+    """Return the provider's environment.
+
+    With the device lock held for it, the engine must not take the same lock again: it would wait
+    for its own parent for ever.
+    """
+    env = {**inherited, **extra}
+    if lock_held:
+        env[NO_LOCK_VARIABLE] = "1"
+    return env
+
+
+def format_tokens(tokens: Sequence[int]) -> bytes:
+    """Return the ids file: one decimal number a line."""
+    return "".join(f"{token}\n" for token in tokens).encode()
+
+
+def reported_prefill_ms(stdout_tail: bytes) -> float | None:
+    """Return `prefill_ms` of a JSON object on the last line of stdout, None if there is none."""
+    lines = stdout_tail.strip().splitlines()
+    if not lines:
+        return None
+    try:
+        found = json.loads(lines[-1])
+    except (ValueError, RecursionError):
+        return None
+    value = found.get("prefill_ms") if isinstance(found, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) and 0 <= value < 1e9 else None
+
+
+def last_line(stderr_tail: bytes) -> str:
+    """Return the last line of stderr that says something, printable and cut to a sentence."""
+    for raw in reversed(stderr_tail.splitlines()):
+        text = raw.decode("utf-8", "replace").strip()
+        text = "".join(letter if letter.isprintable() else " " for letter in text).strip()
+        if text:
+            return text[:_DETAIL_LIMIT]
+    return ""

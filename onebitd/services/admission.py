@@ -1,0 +1,132 @@
+"""The queue for the one slot: first come, first served, bounded, refused at once when full."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import trio
+
+from onebitd.core.errors import RequestError
+from onebitd.core.handoff import Reason
+
+_RETRY_AFTER_S: Final = 2
+_AHEAD: Final = 2
+"""The holder of the slot and the next in line may prefill: that overlap is what two devices are
+for; one run ahead bounds what state files take."""
+
+
+class Ticket:
+    """A place in the line. `phase` says where its request is, for `status`."""
+
+    def __init__(self, admission: Admission, request_id: str) -> None:
+        self._admission = admission
+        self._moved = trio.Event()
+        self.request_id = request_id
+        self.phase = "queued"
+        self.entered = time.monotonic()
+
+    async def wait_may_prefill(self) -> None:
+        """Wait until at most one request is in front."""
+        await self._wait_place(_AHEAD)
+
+    async def wait_slot(self) -> None:
+        """Wait until the slot is this request's, and nobody else's until `leave`."""
+        await self._wait_place(1)
+
+    async def _wait_place(self, place: int) -> None:
+        admission = self._admission
+        while (here := admission.place_of(self)) >= place:
+            if admission.is_closed and here > 0:
+                raise _draining()
+            moved = self._moved
+            await moved.wait()
+
+    def leave(self) -> None:
+        """Give up the place, or the slot; may be called twice."""
+        self._admission.remove(self)
+
+    def notice(self) -> None:
+        """Wake whoever waits: the line has moved."""
+        self._moved.set()
+        self._moved = trio.Event()
+
+
+class Admission:
+    """The line.
+
+    Args:
+        max_pending: how many may wait behind the one that has the slot.
+    """
+
+    def __init__(self, max_pending: int) -> None:
+        self.max_pending = max_pending
+        self._line: list[Ticket] = []
+        self.is_closed = False
+        self._empty = trio.Event()
+        self._empty.set()
+
+    @property
+    def holder(self) -> Ticket | None:
+        """The request that has the slot, None when it is free."""
+        return self._line[0] if self._line else None
+
+    @property
+    def pending(self) -> int:
+        """How many wait behind the holder."""
+        return max(0, len(self._line) - 1)
+
+    def enter(self, request_id: str) -> Ticket:
+        """Take the last place in the line; the caller must `leave` it.
+
+        Raises:
+            RequestError: 503 with Retry-After when the line is full or closed.
+        """
+        if self.is_closed:
+            raise _draining()
+        if self.pending >= self.max_pending:
+            raise RequestError(
+                503,
+                f"{self.pending} requests are waiting for the slot already (http.max_pending)",
+                kind="unavailable_error",
+                retry_after_s=_RETRY_AFTER_S,
+                reason=Reason.QUEUE_FULL,
+            )
+        ticket = Ticket(self, request_id)
+        self._line.append(ticket)
+        if len(self._line) == 1:
+            self._empty = trio.Event()
+        return ticket
+
+    def place_of(self, ticket: Ticket) -> int:
+        """Return 0 for the holder of the slot, 1 for the next, and so on."""
+        return self._line.index(ticket)
+
+    def remove(self, ticket: Ticket) -> None:
+        """Take a ticket out of the line, wherever it is."""
+        if ticket in self._line:
+            self._line.remove(ticket)
+            for other in self._line:
+                other.notice()
+            if not self._line:
+                self._empty.set()
+
+    def close(self) -> None:
+        """Admit nobody any more, and turn away those who wait; the holder goes on."""
+        self.is_closed = True
+        for ticket in self._line:
+            ticket.notice()
+
+    async def wait_empty(self) -> None:
+        """Wait until the line is empty."""
+        await self._empty.wait()
+
+
+def _draining() -> RequestError:
+    return RequestError(
+        503,
+        "onebitd is stopping; try again when it is back",
+        kind="unavailable_error",
+        retry_after_s=_RETRY_AFTER_S,
+        reason=Reason.DRAINING,
+    )

@@ -1,0 +1,631 @@
+"""The pipeline of one request on the handoff route: template, tokenize, plan, provider, restore.
+
+`Handoffs` holds what lasts; `Exchange` is one request, from its place in the line to its log line.
+Whatever fails on the way ends in the decoder's own prefill, with its reason (or, asked for, in an
+error that says it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Final, Literal, Self
+
+import structlog
+import trio
+
+from onebitd.adapters.device_lock import DeviceLock
+from onebitd.adapters.llama_server import Headers, Reply
+from onebitd.adapters.process import Child, Guard
+from onebitd.adapters.provider_process import run_provider
+from onebitd.adapters.slot_files import RunFiles, SlotFiles
+from onebitd.core import policy, provider_contract, request, sse
+from onebitd.core.config import Config, Policy
+from onebitd.core.errors import (
+    BackendError,
+    BackendGone,
+    BackendRefused,
+    BackendTimeout,
+    HandoffError,
+    RequestError,
+)
+from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route, outcome_of_reply
+from onebitd.core.state_file import Layout
+from onebitd.services.admission import Admission, Ticket
+from onebitd.services.history import History
+from onebitd.services.supervisor import PATIENCE_S, BackendFacts, Supervisor
+
+log = structlog.get_logger()
+
+_RETRY_AFTER_S: Final = 5
+_TRIES: Final = 2
+"""A prompt that kills the decoder is tried on one new decoder, not on every one."""
+
+
+class Handoffs:
+    """What the requests of one daemon share.
+
+    Args:
+        config: the effective configuration.
+        supervisor: the decoder.
+        admission: the line for its slot.
+        slots: where state files live.
+        lock: the device lock, None when none is to be taken.
+        guard: kills a provider when the daemon dies.
+        history: gets every record.
+        environ: what a provider inherits.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        supervisor: Supervisor,
+        admission: Admission,
+        slots: SlotFiles,
+        lock: DeviceLock | None,
+        guard: Guard,
+        history: History,
+        environ: Mapping[str, str],
+    ) -> None:
+        self.config = config
+        self.supervisor = supervisor
+        self.admission = admission
+        self.slots = slots
+        self.history = history
+        self._lock = lock
+        self._guard = guard
+        self._environ = environ
+        self._turn = trio.Lock()  # one provider run at a time, in the line's order
+        self._stuck: Child | None = None
+        self._running = False
+        self._stuck_event = trio.Event()
+
+    @property
+    def provider_state(self) -> Literal["none", "idle", "running", "stuck"]:
+        """For `status`: what the provider is doing."""
+        if self.config.provider.program is None:
+            return "none"
+        if self._stuck is not None:
+            return "stuck"
+        return "running" if self._running else "idle"
+
+    def exchange(
+        self,
+        path: str,
+        parsed: request.ParsedRequest,
+        wanted: Policy | None,
+        request_id: str,
+        client_gone: Callable[[], bool],
+    ) -> Exchange:
+        """Begin one request; use it as an async context manager.
+
+        Args:
+            path: of the request.
+            parsed: its body.
+            wanted: the policy that its header asks for, None for the configured one.
+            request_id: for the record.
+            client_gone: tells a cancel by the client from one by us.
+        """
+        policy_of_request = wanted or self.config.handoff.policy
+        return Exchange(self, path, parsed, policy_of_request, request_id, client_gone)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Hold the lock for the daemon's life if so configured, and reap runs that got stuck."""
+        lock = self._lock
+        try:
+            if lock is not None and self.config.lock.hold == "lifetime":
+                try:
+                    await lock.wait_acquired(self.config.lock.wait_s)
+                except HandoffError as error:
+                    log.warning("lock_not_taken", reason=error.reason, detail=error.detail)
+            task_status.started()
+            while True:
+                await self._stuck_event.wait()
+                self._stuck_event = trio.Event()
+                if self._stuck is not None:
+                    await self._stuck.wait_gone()
+                    log.warning("provider_gone", pid=self._stuck.pid)
+                    self._stuck = None
+                    self._release_lock()
+        finally:
+            if lock is not None and lock.held:
+                lock.release()
+
+    def _release_lock(self) -> None:
+        lock = self._lock
+        if lock is not None and lock.held and self.config.lock.hold == "handoff":
+            lock.release()
+
+    def _note_stuck(self, child: Child) -> None:
+        self._stuck = child
+        self._stuck_event.set()
+        log.error(
+            "provider_stuck",
+            pid=child.pid,
+            line=f"the provider (pid {child.pid}) cannot be killed; no new run starts until it is "
+            "gone, and the device lock stays with it",
+        )
+
+    async def prefill(
+        self, tokens: list[int], layout: Layout, record: HandoffRecord, ticket: Ticket
+    ) -> tuple[str, int]:
+        """Have the provider prefill these tokens; the caller removes the state file.
+
+        Returns:
+            The checked state file's name in the slot directory, and its size in bytes.
+
+        Raises:
+            HandoffError: with the reason.
+        """
+        ticket.phase = "lock"
+        async with self._turn:
+            if self._stuck is not None:
+                raise HandoffError(
+                    Reason.PROVIDER_TIMEOUT,
+                    f"an earlier provider run (pid {self._stuck.pid}) cannot be killed",
+                )
+            self.slots.check_space(layout.bytes_for(len(tokens)))
+            run = self.slots.new_run(tokens)
+            try:
+                await self._run_locked(run, record, ticket)
+                with timed(record, "check_ms"):
+                    return await run.take_state(layout, tokens, self.supervisor.swa_window)
+            finally:
+                run.remove()
+
+    async def _run_locked(self, run: RunFiles, record: HandoffRecord, ticket: Ticket) -> None:
+        config = self.config
+        lock = self._lock
+        if lock is not None:
+            with timed(record, "lock_ms"):
+                if not lock.held:
+                    await lock.wait_acquired(config.lock.wait_s)
+        try:
+            await self._run_provider(run, record, ticket)
+        finally:
+            if self._stuck is None:
+                self._release_lock()
+
+    async def _run_provider(self, run: RunFiles, record: HandoffRecord, ticket: Ticket) -> None:
+        config = self.config
+        program = config.provider.program
+        assert program is not None  # noqa: S101 - plan() hands off only with a provider
+        ticket.phase = "prefill"
+        self._running = True
+        try:
+            with timed(record, "provider_wall_ms"):
+                result = await run_provider(
+                    provider_contract.file_route_argv(
+                        program,
+                        tokens_file=run.tokens_path,
+                        state_file=run.state_path,
+                        model=config.model.path,
+                        elfs=config.provider.elfs,
+                    ),
+                    env=provider_contract.environment(
+                        self._environ, config.provider.env, lock_held=self._lock is not None
+                    ),
+                    timeout_s=config.provider.timeout_s,
+                    guard=self._guard,
+                    on_line=_log_provider_line,
+                    on_stuck=self._note_stuck,
+                )
+        finally:
+            self._running = False
+        record.prefill_ms = result.wall_ms if result.reported_ms is None else result.reported_ms
+
+    async def make_safe(self, facts: BackendFacts, why: str) -> None:
+        """Empty the slot after a restore that went wrong, before anything is decoded from it.
+
+        Erasing heals, but for two kinds of cache (measured on llama.cpp): transposed values and
+        recurrent state keep what is not a number over an erase. Those decoders are restarted.
+        """
+        with trio.CancelScope(shield=True):
+            if facts.layout is None or not policy.erase_heals(facts.layout):
+                self.supervisor.kill(f"its slot cannot be trusted: {why}")
+                return
+            try:
+                await facts.server.erase()
+            except BackendGone:
+                return  # it died: the next one starts empty
+            except BackendError as error:
+                self.supervisor.kill(f"its slot could not be erased after {why}: {error}")
+
+
+class Exchange:
+    """One request on the handoff route.
+
+    `async with` takes care of its place in the line, its reply's connection, its one log line and
+    its counters, whatever happens inside.
+
+    Attributes:
+        record: filled in as it goes.
+        watch: looks at the reply's bytes; fed by `observe`.
+    """
+
+    def __init__(
+        self,
+        handoffs: Handoffs,
+        path: str,
+        parsed: request.ParsedRequest,
+        wanted: Policy,
+        request_id: str,
+        client_gone: Callable[[], bool],
+    ) -> None:
+        config = handoffs.config
+        self._handoffs = handoffs
+        self._parsed = parsed
+        self._policy = wanted
+        self._started = time.monotonic()
+        self._ticket: Ticket | None = None
+        self._reply: Reply | None = None
+        self._failure: HandoffError | None = None
+        self._skip: policy.Skip | None = None
+        self._handed: int | None = None
+        self._client_gone = client_gone
+        self._forwarded: tuple[bytes, bytes, Headers, bytes] | None = None
+        self._generation = -1
+        self._tries = 0
+        self.watch: sse.ReplyWatch | None = None
+        self.record = HandoffRecord(
+            request_id=request_id,
+            time=dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
+            instance=config.instance,
+            model=config.model.alias,
+            path=path,
+            stream=parsed.stream,
+            provider=config.provider.program,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._reply is not None:
+            self._reply.close()
+        if self._ticket is not None:
+            self._ticket.leave()
+        self._conclude(error)
+        record = self.record
+        good = record.outcome in (Outcome.USED, Outcome.SKIPPED, Outcome.CANCELLED)
+        write = log.info if good else log.warning
+        write("handoff", line=record.line(), **record.fields())
+        self._handoffs.history.add(record)
+
+    async def open(self, method: bytes, target: bytes, headers: Headers, body: bytes) -> Reply:
+        """Hand over if it can be done, forward the request, return the reply's head.
+
+        The reply is closed by the context manager.
+
+        Raises:
+            RequestError: what the client gets instead of a reply.
+        """
+        handoffs = self._handoffs
+        ticket = self._ticket = handoffs.admission.enter(self.record.request_id)
+        facts = await handoffs.supervisor.wait_ready(PATIENCE_S)
+        try:
+            await self._hand_over(facts, ticket, body)
+        except HandoffError as error:
+            self._failure = error
+            self._raise_if_strict(error.reason, error.detail)
+        skip = self._skip
+        # A prompt that does not fit, or that the decoder cannot read, gets the decoder's own words.
+        its_own = (Reason.TOO_LONG, Reason.BACKEND_REFUSED)
+        if self._policy is Policy.STRICT and skip is not None and skip.reason not in its_own:
+            self._raise_if_strict(skip.reason, skip.detail)
+        with self._waiting("queue_ms", ticket):
+            await ticket.wait_slot()
+        ticket.phase = "decode"
+        self._forwarded = (method, target, headers, body)
+        return await self._forward()
+
+    async def reopen(self, error: BackendError) -> Reply:
+        """Forward once more, after the decoder broke off before it said anything.
+
+        Raises:
+            RequestError: it was the second time.
+        """
+        if self._reply is not None:
+            self._reply.close()
+        await self._wait_replaced(error)
+        return await self._forward()
+
+    def _raise_if_strict(self, reason: Reason, detail: str) -> None:
+        strict = self._policy is Policy.STRICT
+        if strict or self._handoffs.config.handoff.on_failure == "error":
+            raise RequestError(
+                502,
+                f"the handoff failed ({reason}: {detail})",
+                kind="handoff_error",
+                reason=reason,
+            )
+
+    async def _hand_over(self, facts: BackendFacts, ticket: Ticket, body: bytes) -> None:
+        """Do what comes before the request itself; `_handed` or `_skip` says what that was."""
+        handoffs = self._handoffs
+        config = handoffs.config
+        known = policy.Knowledge(
+            policy=self._policy,
+            has_provider=config.provider.program is not None,
+            device=config.backend.device,
+            unsupported=facts.unsupported,
+            min_tokens=config.handoff.min_tokens,
+        )
+        self._skip = policy.plan_without_prompt(known)
+        if self._skip is not None:
+            return
+        tokens = await self._tokens(facts, ticket, body)
+        if tokens is None:
+            return
+        self.record.prompt_tokens = len(tokens)
+        plan = policy.plan(known, len(tokens), facts.ctx_size)
+        if isinstance(plan, policy.Skip):
+            self._skip = plan
+            return
+        self.record.route = plan.route
+        await self._by_file(facts, ticket, tokens[:-1])
+
+    async def _tokens(self, facts: BackendFacts, ticket: Ticket, body: bytes) -> list[int] | None:
+        """Return the ids that the decoder will evaluate, or None with `_skip` saying why not."""
+        prompt = self._parsed.prompt
+        try:
+            match prompt:
+                case request.NotText(detail):
+                    self._skip = policy.Skip(Reason.NOT_TEXT, detail)
+                    return None
+                case request.Ids(ids):
+                    return list(ids)
+                case request.Text(content):
+                    return await self._tokenize(facts, ticket, content)
+                case request.Chat():
+                    ticket.phase = "template"
+                    with timed(self.record, "template_ms"):
+                        text = await facts.server.apply_template(body)
+                    return await self._tokenize(facts, ticket, text)
+        except BackendRefused as error:
+            # The request itself is at fault; the decoder says so once more to the client.
+            self._skip = policy.Skip(Reason.BACKEND_REFUSED, str(error))
+            return None
+        except BackendError as error:
+            raise HandoffError(Reason.BACKEND_DOWN, str(error)) from error
+
+    async def _tokenize(
+        self, facts: BackendFacts, ticket: Ticket, content: str | list[int | str]
+    ) -> list[int]:
+        ticket.phase = "tokenize"
+        with timed(self.record, "tokenize_ms"):
+            return await facts.server.tokenize(content)
+
+    async def _by_file(self, facts: BackendFacts, ticket: Ticket, tokens: list[int]) -> None:
+        handoffs = self._handoffs
+        layout = facts.layout
+        assert layout is not None  # noqa: S101 - plan() skips a decoder without one
+        with self._waiting("queue_ms", ticket):
+            await ticket.wait_may_prefill()
+        name, size = await handoffs.prefill(tokens, layout, self.record, ticket)
+        self.record.state_bytes = size
+        try:
+            with self._waiting("queue_ms", ticket):
+                await ticket.wait_slot()
+            facts = await handoffs.supervisor.wait_ready()
+            if facts.layout != layout:
+                raise HandoffError(
+                    Reason.BAD_STATE, "the decoder came back with another state layout"
+                )
+            ticket.phase = "restore"
+            await self._restore(facts, name, size, len(tokens))
+        finally:
+            handoffs.slots.remove(name)
+        self._handed = self.record.handed_tokens = len(tokens)
+        self._generation = facts.generation
+
+    async def _restore(self, facts: BackendFacts, name: str, size: int, count: int) -> None:
+        """Restore into slot 0, which is this request's.
+
+        Shielded: a restore whose client has left is carried out all the same, so the slot must not
+        change hands before its answer.
+        """
+        handoffs = self._handoffs
+        record = self.record
+        with trio.CancelScope(shield=True), timed(record, "restore_ms"):
+            try:
+                restored = await facts.server.restore(name)
+            except BackendRefused as error:
+                await handoffs.make_safe(facts, "a refused restore")
+                raise HandoffError(Reason.RESTORE_REFUSED, str(error)) from error
+            except BackendTimeout as error:
+                handoffs.supervisor.kill(f"it did not answer a restore: {error}")
+                raise HandoffError(Reason.BACKEND_DOWN, str(error)) from error
+            except BackendGone as error:
+                raise HandoffError(
+                    Reason.BACKEND_DOWN, "the decoder died while it restored the state"
+                ) from error
+            except BackendError as error:
+                await handoffs.make_safe(facts, "an unreadable answer to a restore")
+                raise HandoffError(Reason.RESTORE_REFUSED, str(error)) from error
+            if restored.n_restored != count or restored.n_read != size:
+                await handoffs.make_safe(facts, "a short restore")
+                raise HandoffError(
+                    Reason.RESTORE_SHORT,
+                    f"the decoder restored {restored.n_restored} of {count} tokens and read "
+                    f"{restored.n_read} of {size} bytes",
+                )
+        if restored.restore_ms is not None:
+            record.restore_ms = restored.restore_ms
+
+    async def _forward(self) -> Reply:
+        """Send the request itself; once more to a new decoder when this one dies under it."""
+        assert self._forwarded is not None  # noqa: S101 - open() comes first
+        method, target, headers, body = self._forwarded
+        while True:
+            facts = await self._handoffs.supervisor.wait_ready()
+            # What was restored into a decoder that is gone is gone with it.
+            if self._handed is not None and facts.generation != self._generation:
+                self._lost(Reason.BACKEND_DOWN, "the decoder restarted after the restore")
+            self._generation = facts.generation
+            document = self._parsed.json
+            sent = body
+            if self._handed is not None and document is not None:
+                sent = request.with_slot(body, document)
+            try:
+                reply = self._reply = await facts.server.open(method, target, headers, sent)
+            except BackendGone as error:
+                await self._wait_replaced(error)
+                continue
+            if self._handed is None or reply.status < 500:
+                break
+            # A state that passed every check and still breaks the decoder: prefill after all.
+            detail = await _error_text(reply)
+            reply.close()
+            self._lost(Reason.BAD_STATE, f"the decoder failed on the restored prompt: {detail}")
+            await self._handoffs.make_safe(facts, "an error after a restore")
+        self.watch = sse.watch_for(dict(reply.headers).get(b"content-type", b""))
+        return reply
+
+    async def _wait_replaced(self, error: BackendError) -> None:
+        self._tries += 1
+        self._lost(Reason.BACKEND_DOWN, f"the decoder died under this request: {error}")
+        if self._tries == _TRIES:
+            raise RequestError(
+                503,
+                f"the decoder died under this request, {_TRIES} times",
+                kind="server_error",
+                retry_after_s=_RETRY_AFTER_S,
+                reason=Reason.BACKEND_DOWN,
+            ) from error
+        await self._handoffs.supervisor.wait_restarted(self._generation)
+
+    def _lost(self, reason: Reason, detail: str) -> None:
+        """The handoff, if there was one, is of no use any more."""
+        if self._failure is None and (self._handed is not None or self._skip is None):
+            self._failure = HandoffError(reason, detail)
+        self._handed = None
+
+    def observe(self, data: bytes) -> None:
+        """Look at bytes of the reply on their way to the client."""
+        watch = self.watch
+        if watch is None:
+            return
+        watch.feed(data)
+        if watch.started and self.record.first_byte_ms is None:
+            self.record.first_byte_ms = _ms_since(self._started)
+
+    def reply_headers(self) -> list[tuple[bytes, bytes]]:
+        """Return what onebitd adds to the reply's head: identity, way, reason, timings."""
+        record = self.record
+        added = [(b"x-request-id", record.request_id.encode("latin-1"))]
+        reason: Reason | None = None
+        if self._handed is not None:
+            way: str = (record.route or Route.FILE).value
+        elif self._failure is not None:
+            way, reason = "fallback", self._failure.reason
+        else:
+            way, reason = "skipped", self._skip.reason if self._skip is not None else None
+        added.append((b"x-onebit-handoff", way.encode()))
+        if reason is not None:
+            added.append((b"x-onebit-reason", reason.value.encode()))
+        parts = []
+        for name in (
+            "queue",
+            "template",
+            "tokenize",
+            "lock",
+            "prefill",
+            "restore",
+            "share",
+            "adopt",
+        ):
+            value = getattr(record, f"{name}_ms")
+            if value is not None:
+                parts.append(f"{name};dur={value:.3f}")
+        if parts:
+            added.append((b"server-timing", ", ".join(parts).encode()))
+        return added
+
+    def _conclude(self, error: BaseException | None) -> None:
+        """Decide outcome and reason from what happened."""
+        record = self.record
+        if self.watch is not None:
+            timings = self.watch.timings()
+            record.cached_tokens, record.evaluated_tokens = sse.token_counts(timings)
+            if (
+                record.prompt_tokens is None
+                and record.cached_tokens is not None
+                and record.evaluated_tokens is not None
+            ):
+                record.prompt_tokens = record.cached_tokens + record.evaluated_tokens
+        if isinstance(error, RequestError):
+            self._end(Outcome.FAILED, error.reason or Reason.INTERNAL, error.message)
+        elif error is not None and _is_cancel(error):
+            if self._client_gone():
+                self._end(Outcome.CANCELLED, Reason.CLIENT_GONE, self._where_it_was())
+            else:
+                self._end(Outcome.CANCELLED, Reason.DRAINING, "onebitd stopped before its end")
+        elif error is not None:
+            reason = Reason.BACKEND_DOWN if isinstance(error, BackendError) else Reason.INTERNAL
+            self._end(Outcome.FAILED, reason, str(error) or type(error).__name__)
+        elif self._failure is not None:
+            self._end(Outcome.FALLBACK, self._failure.reason, self._failure.detail)
+        elif self._handed is not None:
+            record.outcome = outcome_of_reply(
+                self._handed, record.cached_tokens, record.evaluated_tokens
+            )
+            if record.evaluated_tokens is None:
+                record.detail = "the decoder's reply said nothing about its prompt"
+        elif self._skip is not None:
+            self._end(Outcome.SKIPPED, self._skip.reason, self._skip.detail)
+        else:
+            self._end(Outcome.FAILED, Reason.INTERNAL, "the request ended before it began")
+
+    def _end(self, outcome: Outcome, reason: Reason, detail: str) -> None:
+        self.record.outcome, self.record.reason, self.record.detail = outcome, reason, detail
+
+    def _where_it_was(self) -> str:
+        phase = self._ticket.phase if self._ticket is not None else "queued"
+        return f"the client left in phase {phase}"
+
+    @contextlib.contextmanager
+    def _waiting(self, field: str, ticket: Ticket) -> Iterator[None]:
+        before = ticket.phase
+        ticket.phase = "queued"
+        with timed(self.record, field):
+            yield
+        ticket.phase = before
+
+
+def _is_cancel(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_cancel(inner) for inner in error.exceptions)
+    return isinstance(error, trio.Cancelled)
+
+
+async def _error_text(reply: Reply) -> str:
+    with contextlib.suppress(BackendError), trio.move_on_after(2.0):
+        return (await reply.read_all())[:200].decode("utf-8", "replace")
+    return f"status {reply.status}"
+
+
+def _ms_since(started: float) -> float:
+    return (time.monotonic() - started) * 1000.0
+
+
+@contextlib.contextmanager
+def timed(record: HandoffRecord, field: str) -> Iterator[None]:
+    """Add the time spent inside to a `_ms` field of the record, whatever happens inside."""
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        setattr(record, field, (getattr(record, field) or 0.0) + _ms_since(started))
+
+
+def _log_provider_line(name: str, line: bytes) -> None:
+    log.debug("provider_output", stream=name, line=f"provider: {line.decode('utf-8', 'replace')}")

@@ -1,0 +1,525 @@
+"""`onebitd`: builds the objects, opens the nursery tree, starts and stops things in order.
+
+Start: instance lock, listeners, decoder, READY=1. Stop: STOPPING=1, admission closed, drain, HTTP,
+decoder and providers, device lock, control socket.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+import trio
+
+from onebitd import __version__
+from onebitd.adapters import listeners, lock_probe, logsetup
+from onebitd.adapters.config_file import check_files, read_api_keys
+from onebitd.adapters.device_lock import DeviceLock
+from onebitd.adapters.http_server import HttpServer
+from onebitd.adapters.process import Guard, SpawnError, find_program
+from onebitd.adapters.slot_files import SlotFiles
+from onebitd.adapters.systemd import ServiceManager
+from onebitd.core import backend_args, gguf_header, paths
+from onebitd.core.backend_state import BackendState
+from onebitd.core.config import SETTING_BY_KEY, Config
+from onebitd.core.control_api import (
+    BackendStatus,
+    LockStatus,
+    ModelStatus,
+    ProviderStatus,
+    QueueStatus,
+    SlotStatus,
+    Status,
+)
+from onebitd.core.errors import BackendFailed, ConfigError, OnebitError, UsageError
+from onebitd.services.admission import Admission
+from onebitd.services.handoff import Handoffs
+from onebitd.services.history import History
+from onebitd.services.supervisor import Launch, Supervisor
+from onebitd.surfaces import daemon_args
+from onebitd.surfaces.control_http import create_control_app
+from onebitd.surfaces.public_http import PublicApp
+
+log = structlog.get_logger()
+
+_BACKLOG: Final = 1024
+_LIST_DEVICES_TIMEOUT_S: Final = 60.0
+_NOTIFY_EVERY_S: Final = 1.0
+_EXTEND_S: Final = 30.0
+_STATE_OF: Final = {
+    BackendState.READY: "ready",
+    BackendState.FAILED: "failed",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `onebitd`; return its exit status (onebitd(8), EXIT STATUS)."""
+    try:
+        args = daemon_args.parse(sys.argv[1:] if argv is None else argv)
+        config = daemon_args.load_config(args, os.environ)
+        problems = check_files(config)
+        if args.action == "check-config":
+            if problems:
+                raise ConfigError(problems)
+            print(f"onebitd: configuration of instance {config.instance} is fine")  # noqa: T201
+            return 0
+        if problems:
+            raise ConfigError(problems)
+        runtime = Path(paths.runtime_dir(config.instance, os.environ, os.geteuid()))
+        if args.action == "print-backend":
+            launch = plan_launch(config, runtime, os.environ)
+            print(shlex.join(launch.argv))  # noqa: T201
+            return 0
+        _serve(config, runtime)
+    except OnebitError as error:
+        for line in str(error).splitlines():
+            print(f"onebitd: {line}", file=sys.stderr)  # noqa: T201
+        if isinstance(error, UsageError | ConfigError) and len(str(error).splitlines()) > 1:
+            print("onebitd: see onebitd(8) and onebitd.toml(5)", file=sys.stderr)  # noqa: T201
+        return error.exit_status
+    return 0
+
+
+def _serve(config: Config, runtime: Path) -> None:
+    manager = ServiceManager()
+    logsetup.configure(config.log.format, config.log.level)
+    daemon = Daemon(config, runtime, manager, dict(os.environ))
+    try:
+        trio.run(daemon.run, strict_exception_groups=True)
+    except BaseExceptionGroup as group:
+        ours, _ = group.split(OnebitError)
+        if ours is None:
+            raise
+        raise _first(ours) from group
+    finally:
+        manager.close()
+
+
+def _first(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
+
+
+def slots_dir(config: Config, runtime: Path) -> Path:
+    """Return where state files and ids files of this instance live."""
+    if config.handoff.state_dir is None:
+        return runtime / "slots"
+    # A directory of its own, so that instances do not sweep each other's files.
+    return Path(config.handoff.state_dir) / config.instance
+
+
+def plan_launch(config: Config, runtime: Path, environ: Mapping[str, str]) -> Launch:
+    """Find out all that the decoder's command line depends on.
+
+    Raises:
+        ConfigError: the model is not a GGUF file, or llama-server does not run.
+    """
+    backend = config.backend
+    env = backend_args.decoder_environment(environ, backend.env)
+    try:
+        program = find_program(backend.llama_server, env.get("PATH"))
+    except SpawnError as error:
+        raise ConfigError([f"backend.llama_server: {error}"]) from error
+    header = _read_header(config.model.path)
+    devices: list[str] = []
+    if backend.device in ("hybrid", "hrx"):
+        devices = _list_devices(program, env)
+    socket_path = runtime / "backend.sock"
+    argv = backend_args.command_line(
+        program=program,
+        model=config.model.path,
+        alias=config.model.alias,
+        ctx_size=config.model.ctx_size,
+        device=backend_args.device_args(backend.device, devices),
+        socket=str(socket_path),
+        slot_dir=str(slots_dir(config, runtime)),
+        sliding_window=bool(header.sliding_window),
+        extra=backend.args,
+    )
+    return Launch(argv, env, socket_path, devices, header.sliding_window or None)
+
+
+def _read_header(model: str) -> gguf_header.GgufHeader:
+    try:
+        with open(model, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        return gguf_header.read(mapped)
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"model.path: {model}: cannot be read: {error}"]) from error
+    except gguf_header.GgufError as error:
+        raise ConfigError([f"model.path: {model}: {error}"]) from error
+
+
+def _list_devices(program: str, env: Mapping[str, str]) -> list[str]:
+    try:
+        done = subprocess.run(
+            [program, "--list-devices"],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_LIST_DEVICES_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError([f"backend.llama_server: {program} --list-devices: {error}"]) from error
+    return backend_args.parse_device_list((done.stdout + done.stderr).decode("utf-8", "replace"))
+
+
+class _Service:
+    """A task of the tree that can be stopped by itself, in the order of the stop."""
+
+    def __init__(self, run: Callable[..., Awaitable[None]]) -> None:
+        self._run = run
+        self._scope = trio.CancelScope()
+        self._done = trio.Event()
+
+    async def start(self, nursery: trio.Nursery) -> None:
+        await nursery.start(self._main)
+
+    def start_soon(self, nursery: trio.Nursery) -> None:
+        nursery.start_soon(self._main)
+
+    async def _main(self, *, task_status: trio.TaskStatus[Any] = trio.TASK_STATUS_IGNORED) -> None:
+        try:
+            with self._scope:
+                await self._run(task_status=task_status)
+        finally:
+            self._done.set()
+
+    async def stop(self) -> None:
+        self._scope.cancel()
+        await self._done.wait()
+
+
+class Daemon:
+    """One instance, from its lock to its last log line; also what the control socket shows."""
+
+    def __init__(
+        self, config: Config, runtime: Path, manager: ServiceManager, environ: Mapping[str, str]
+    ) -> None:
+        self._config = config
+        self._runtime = runtime
+        self._manager = manager
+        self._environ = environ
+        self._started = time.monotonic()
+        self._stop_asked = trio.Event()
+        self._hurry = trio.Event()
+        self._draining = False
+        self._failure: BackendFailed | None = None
+        self._listen: list[str] = []
+        self.history = History()
+        self._admission = Admission(config.http.max_pending)
+        self._supervisor: Supervisor
+        self._handoffs: Handoffs
+
+    async def run(self) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            InstanceTaken, ConfigError, BackendFailed: see the exit statuses.
+        """
+        config, runtime = self._config, self._runtime
+        keys = (
+            ()
+            if config.http.api_key_file is None
+            else read_api_keys(Path(config.http.api_key_file))
+        )
+        mode = 0o750 if os.geteuid() == 0 or self._manager.present else 0o700
+        listeners.ensure_private_dir(runtime, mode)
+        instance_lock = listeners.InstanceLock(runtime / "onebitd.lock", config.instance)
+        instance_lock.acquire()
+        try:
+            launch = await trio.to_thread.run_sync(plan_launch, config, runtime, self._environ)
+            slots = SlotFiles(slots_dir(config, runtime))
+            swept = slots.sweep()
+            if swept:
+                log.info("swept", entries=swept, path=str(slots.path))
+            control, public = self._open_listeners()
+            guard = Guard()
+            try:
+                self._build(launch, slots, guard)
+                await self._run_services(control, public, keys)
+            finally:
+                guard.close()
+                slots.sweep()
+                if not self._manager.listen_fds().get("control"):
+                    listeners.unlink_unix(runtime / paths.CONTROL_SOCKET)
+        finally:
+            instance_lock.release()
+        if self._failure is not None:
+            raise self._failure
+
+    def _open_listeners(self) -> tuple[list[socket.socket], list[socket.socket]]:
+        config = self._config
+        passed = self._manager.listen_fds()
+        control = [listeners.adopt(fd) for fd in passed.get("control", [])]
+        if not control:
+            mode = 0o660 if os.geteuid() == 0 or self._manager.present else 0o600
+            control = [listeners.open_unix(self._runtime / paths.CONTROL_SOCKET, mode)]
+        public = [listeners.adopt(fd) for fd in passed.get("http", [])]
+        if not public:
+            public = listeners.open_tcp(config.http.host, config.http.port, _BACKLOG)
+        self._listen = [_address_of(listener) for listener in public]
+        return control, public
+
+    def _build(self, launch: Launch, slots: SlotFiles, guard: Guard) -> None:
+        config = self._config
+        self._supervisor = Supervisor(
+            launch,
+            slots,
+            guard,
+            load_timeout_s=config.backend.load_timeout_s,
+            restart_max=config.backend.restart_max,
+            on_change=self._tell_manager,
+        )
+        lock = DeviceLock(config.lock.path) if config.lock.enabled else None
+        self._handoffs = Handoffs(
+            config,
+            self._supervisor,
+            self._admission,
+            slots,
+            lock,
+            guard,
+            self.history,
+            self._environ,
+        )
+
+    async def _run_services(
+        self,
+        control_sockets: Sequence[socket.socket],
+        public_sockets: Sequence[socket.socket],
+        keys: tuple[str, ...],
+    ) -> None:
+        app = PublicApp(self._handoffs, self._config.http, keys, lambda: self._draining)
+        control_app: Any = create_control_app(self)
+        public = _Service(HttpServer(app, public_sockets).run)
+        control = _Service(HttpServer(control_app, control_sockets).run)
+        handoffs = _Service(self._handoffs.run)
+        decoder = _Service(self._run_decoder)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._watch_signals)
+            nursery.start_soon(self._notify)
+            await control.start(nursery)
+            await public.start(nursery)
+            handoffs.start_soon(nursery)
+            self._announce()
+            decoder.start_soon(nursery)
+            await self._stop_asked.wait()
+            await self._drain(app)
+            await public.stop()
+            await decoder.stop()
+            await handoffs.stop()
+            self.history.close()
+            await control.stop()
+            nursery.cancel_scope.cancel()
+        log.info("stopped", line="onebitd stopped")
+
+    def _announce(self) -> None:
+        config = self._config
+        log.info(
+            "listening",
+            line=f"onebitd {__version__} listens on {', '.join(self._listen)}, "
+            f"instance {config.instance}, model {config.model.alias}",
+        )
+        if config.provider.program is None:
+            log.warning(
+                "no_provider",
+                line="no prefill provider is configured (provider.program): "
+                "the decoder prefills every prompt",
+            )
+        if config.handoff.share:
+            log.warning(
+                "share_not_there",
+                line="handoff.share is set, but this version hands over by state file only",
+            )
+
+    async def _run_decoder(self, *, task_status: trio.TaskStatus[None]) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._supervisor.run)
+                self._tell_manager()
+                self._manager.ready()
+                task_status.started()
+        except* BackendFailed as group:
+            failure = _first(group)
+            assert isinstance(failure, BackendFailed)  # noqa: S101 - what the clause selects
+            self._failure = failure
+            log.error("backend_failed", line=str(failure))
+            self._stop_asked.set()
+
+    async def _watch_signals(
+        self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+            task_status.started()
+            async for number in signals:
+                name = signal.Signals(number).name
+                if number == signal.SIGHUP and not sys.stderr.isatty():
+                    log.warning("ignored", line="SIGHUP: this version has no reload; restart it")
+                    continue
+                if self._stop_asked.is_set():
+                    log.warning("hurry", line=f"{name} again: running replies are cut off")
+                    self._hurry.set()
+                else:
+                    log.info("stopping", line=f"{name}: stopping")
+                    self._stop_asked.set()
+
+    async def _drain(self, app: PublicApp) -> None:
+        """Let running replies finish, within the time for it; turn everybody else away."""
+        self._draining = True
+        self._admission.close()
+        self._manager.stopping(self._status_line())
+        if self._failure is None:
+            async with trio.open_nursery() as nursery:
+                nursery.cancel_scope.deadline = (
+                    trio.current_time() + self._config.http.drain_timeout_s
+                )
+                nursery.start_soon(self._cancel_when, self._hurry, nursery.cancel_scope)
+                await self._admission.wait_empty()
+                nursery.cancel_scope.cancel()
+        app.stop_running()
+
+    @staticmethod
+    async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:
+        await event.wait()
+        scope.cancel()
+
+    async def _notify(self) -> None:
+        """Keep the service manager informed while something takes its time, and its watchdog fed.
+
+        The watchdog is fed from this task, so only while the loop really turns.
+        """
+        interval_s = self._manager.watchdog_interval_s
+        pause_s = _NOTIFY_EVERY_S if interval_s is None else min(_NOTIFY_EVERY_S, interval_s)
+        if not self._manager.present:
+            return
+        while True:
+            if self._draining or self._supervisor.state is not BackendState.READY:
+                self._manager.extend_timeout(_EXTEND_S)
+                self._tell_manager()
+            if interval_s is not None:
+                self._manager.watchdog()
+            await trio.sleep(pause_s)
+
+    def _tell_manager(self) -> None:
+        self._manager.status(self._status_line())
+
+    def _status_line(self) -> str:
+        state, detail = self._state()
+        if state == "ready":
+            return f"ready on {', '.join(self._listen)}"
+        return f"{state}: {detail}" if detail else state
+
+    def _state(self) -> tuple[str, str | None]:
+        supervisor = self._supervisor
+        since_s = time.monotonic() - supervisor.state_since
+        if self._draining:
+            replies = self._admission.pending + (self._admission.holder is not None)
+            return "draining", f"{replies} {'reply' if replies == 1 else 'replies'}"
+        if supervisor.state in _STATE_OF:
+            return _STATE_OF[supervisor.state], None
+        if supervisor.last_exit is not None:
+            return "restarting", f"the decoder: {supervisor.last_exit.reason}"
+        return "loading", f"{since_s:.0f} s"
+
+    def status(self) -> Status:
+        """Return the whole of `/v1/status`, as of now."""
+        config, supervisor = self._config, self._supervisor
+        facts = supervisor.facts
+        state, detail = self._state()
+        return Status(
+            version=__version__,
+            instance=config.instance,
+            pid=os.getpid(),
+            uptime_s=round(time.monotonic() - self._started, 3),
+            state=state,
+            state_detail=detail,
+            listen=self._listen,
+            model=ModelStatus(
+                alias=config.model.alias,
+                path=config.model.path,
+                ctx_size=config.model.ctx_size if facts is None else facts.ctx_size,
+                state_version=None
+                if facts is None or facts.layout is None
+                else facts.layout.version,
+                layout=None
+                if facts is None
+                else facts.unsupported
+                if facts.layout is None
+                else facts.layout.describe(),
+            ),
+            backend=BackendStatus(
+                pid=supervisor.pid,
+                state=supervisor.state.value,
+                restarts=supervisor.restarts,
+                last_exit=supervisor.last_exit,
+                build=None if facts is None else facts.build,
+                devices=supervisor.devices,
+                rss_bytes=supervisor.rss_bytes(),
+            ),
+            provider=self._provider_status(),
+            lock=self._lock_status(),
+            slot=self._slot_status(),
+            queue=QueueStatus(self._admission.pending, self._admission.max_pending),
+            handoffs=self.history.counts(),
+        )
+
+    def _provider_status(self) -> ProviderStatus:
+        return ProviderStatus(
+            program=self._config.provider.program,
+            state=self._handoffs.provider_state,
+            breaker="closed",
+            consecutive_failures=self.history.consecutive_failures,
+            last_error=self.history.last_failure,
+        )
+
+    def _lock_status(self) -> LockStatus:
+        lock = self._config.lock
+        found = lock_probe.probe(lock.path)
+        holder = found.holder
+        return LockStatus(
+            path=lock.path,
+            held=found.held,
+            holder=None if holder is None else {"pid": holder.pid, "command": holder.command},
+            hold=lock.hold if lock.enabled else "never",
+            problem=found.problem,
+        )
+
+    def _slot_status(self) -> SlotStatus:
+        holder = self._admission.holder
+        if holder is None:
+            return SlotStatus(busy=False, phase=None, request_id=None, age_s=None)
+        return SlotStatus(
+            busy=True,
+            phase=holder.phase,
+            request_id=holder.request_id,
+            age_s=round(time.monotonic() - holder.entered, 3),
+        )
+
+    def config(self) -> dict[str, dict[str, Any]]:
+        """Return every setting with its value and source; values that may be secret hidden."""
+        shown: dict[str, dict[str, Any]] = {}
+        for key, value in self._config.values().items():
+            if SETTING_BY_KEY[key].secret_values:
+                value = dict.fromkeys(value, "(hidden)")
+            shown[key] = {"value": value, "source": self._config.sources[key]}
+        return shown
+
+
+def _address_of(listener: socket.socket) -> str:
+    name: Any = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{name}"
+    host = f"[{name[0]}]" if listener.family == socket.AF_INET6 else name[0]
+    return f"{host}:{name[1]}"
