@@ -9,6 +9,7 @@ internals, so the version is pinned and `tests/adapters/test_http_server.py` fai
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections.abc import Sequence
 from functools import partial
@@ -134,7 +135,7 @@ class HttpServer:
         config.include_date_header = False  # a relayed reply carries its backend's headers only
         config.include_server_header = False
         config.accesslog = None
-        config.errorlog = None
+        config.errorlog = logging.getLogger("hypercorn.error")  # or it writes to stderr itself
         self._serve = partial(
             Connection,
             wrap_app(app, config.wsgi_max_body_size, "asgi"),

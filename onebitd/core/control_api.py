@@ -7,10 +7,20 @@ also understands a daemon of another version. Fields that do not apply are null.
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 from typing import Any, Final
 
 STATES: Final = ("loading", "ready", "restarting", "draining", "failed")
 """The daemon's own state, the first word of `onebitctl status`."""
+
+
+def rfc3339(moment: dt.datetime) -> str:
+    """Return a UTC time to the millisecond, as every time here is written.
+
+    >>> rfc3339(dt.datetime(2026, 1, 31, 12, tzinfo=dt.UTC))
+    '2026-01-31T12:00:00.000Z'
+    """
+    return moment.astimezone(dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from onebitd.adapters.provider_process import run_provider
 from onebitd.adapters.slot_files import RunFiles, SlotFiles
 from onebitd.core import policy, provider_contract, request, sse
 from onebitd.core.config import Config, Policy
+from onebitd.core.control_api import rfc3339
 from onebitd.core.errors import (
     BackendError,
     BackendGone,
@@ -272,7 +273,7 @@ class Exchange:
         self.watch: sse.ReplyWatch | None = None
         self.record = HandoffRecord(
             request_id=request_id,
-            time=dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
+            time=rfc3339(dt.datetime.now(dt.UTC)),
             instance=config.instance,
             model=config.model.alias,
             path=path,
@@ -528,7 +529,7 @@ class Exchange:
         elif self._failure is not None:
             way, reason = "fallback", self._failure.reason
         else:
-            way, reason = "skipped", self._skip.reason if self._skip is not None else None
+            way, reason = "skipped", self._skip.reason if self._skip is not None else record.reason
         added.append((b"x-onebit-handoff", way.encode()))
         if reason is not None:
             added.append((b"x-onebit-reason", reason.value.encode()))

@@ -35,7 +35,7 @@ from onebitd.core.backend_state import (
     backoff_s,
     may_restart,
 )
-from onebitd.core.control_api import LastExit
+from onebitd.core.control_api import LastExit, rfc3339
 from onebitd.core.errors import (
     BackendError,
     BackendFailed,
@@ -64,7 +64,7 @@ _ERROR_LINE: Final = re.compile(rb"error|GGML_ASSERT|terminate called|exception|
 _LEVEL: Final = re.compile(rb"^\d+\.\d+\.\d+\.\d+ ([DIWE]) ")
 """llama.cpp's log prefix: time since start, then one letter of level."""
 _HARMLESS: Final = re.compile(rb"CORS|security risk|more info: https|: -{5,}$|AMX is not ready")
-"""Warnings that do not apply: the decoder listens on a private Unix socket only."""
+"""Warnings that do not apply: the Unix socket is private, and --cache-ram 0 is on purpose."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ class Supervisor:
         self._load_timeout_s = load_timeout_s
         self._restart_max = restart_max
         self._on_change = on_change
+        self._output = log.bind()  # bound once: a lazy logger costs each of its many lines more
         self._changed = trio.Event()
         self._child: Child | None = None
         self._exit_times: deque[float] = deque(maxlen=1001)
@@ -348,14 +349,14 @@ class Supervisor:
         if looks_bad and not harmless and not self._last_error_line.startswith(b"GGML_ASSERT"):
             # The first assertion is the cause; the backtrace behind it is not.
             self._last_error_line = line[found.end() if found else 0 :][:300]
-        write = log.debug
-        if not harmless:
-            write = log.error if letter == b"E" else log.warning if letter == b"W" else log.debug
+        write = self._output.debug
+        if not harmless and letter in (b"E", b"W"):
+            write = self._output.error if letter == b"E" else self._output.warning
         write("backend_output", line=f"llama-server: {line.decode('utf-8', 'replace')}")
 
     def _note_exit(self, reason: str) -> None:
         now = dt.datetime.now(dt.UTC)
-        self.last_exit = LastExit(now.isoformat(timespec="milliseconds"), reason)
+        self.last_exit = LastExit(rfc3339(now), reason)
         self._exit_times.append(time.monotonic())
         log.error("backend_exited", detail=reason, line=f"the decoder ended: {reason}")
 

@@ -236,6 +236,10 @@ class Daemon:
             else read_api_keys(Path(config.http.api_key_file))
         )
         mode = 0o750 if os.geteuid() == 0 or self._manager.present else 0o700
+        fallback = Path(paths.fallback_root(os.geteuid()))
+        if fallback in runtime.parents:
+            # Below /tmp: whoever owned that directory could put another one in ours' place.
+            listeners.ensure_private_dir(fallback, 0o700)
         listeners.ensure_private_dir(runtime, mode)
         instance_lock = listeners.InstanceLock(runtime / "onebitd.lock", config.instance)
         instance_lock.acquire()

@@ -1,0 +1,38 @@
+# `make` lists the targets. Everything that is installed goes below .venv/.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help test demo bench clean $(VENV)
+
+help: ## list the targets
+	@sed -n 's/^\([a-z.]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+# The stamp is last: an interrupted install is done again. pip learned --group in 25.1; -qq leaves
+# its errors alone.
+$(VENV)/.installed: pyproject.toml
+	@echo "installing onebitd and its tools into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -qq --upgrade 'pip>=25.1'
+	@$(PIP) install -qq --editable . --group lint --group test
+	@touch $@
+
+$(VENV): $(VENV)/.installed ## install onebitd, test and lint tools
+
+test: $(VENV)/.installed ## run every test and check (PYTEST_ARGS=... to choose)
+	@$(BIN)/python -m tests.tools.fetch_llama all
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(VENV)/.installed ## serve a small model with a handoff (ONCE=1: one request, then stop)
+	@$(BIN)/python -m tests.tools.fetch_llama demo
+	@ONCE='$(ONCE)' $(BIN)/python tests/tools/demo.py
+
+bench: $(VENV)/.installed ## measure the handoff against the plain decoder
+	@$(BIN)/python -m tests.tools.fetch_llama demo
+	@$(BIN)/python -m tests.bench
+
+clean: ## remove all that was installed or built
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,436 @@
+"""Listening sockets, opened by ourselves; the instance's lock file and its directories.
+
+Hypercorn would remove a live Unix socket without asking, make its own with the umask's mode and
+inheritable (measured, 0.18), so it gets `fd://N` of what is opened here.
+
+`InstanceLock` comes first: it makes the steps that look before they replace (`open_unix`) safe
+against a second onebitd that starts at the same moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterable, Iterator
+
+from onebitd.adapters.lock_probe import command_of
+from onebitd.core.errors import ConfigError, InstanceTaken
+
+UNIX_PATH_BYTES = 107
+"""Longest socket path: sockaddr_un.sun_path holds 108 bytes with the final zero (unix(7))."""
+
+_PORT_TRIES = 32
+_LISTEN = 0x0A
+_TIME_WAIT = 0x06
+_ADDRESS_MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def open_tcp(host: str, port: int, backlog: int = 128) -> list[socket.socket]:
+    """Listen on every address of `host`, one socket each, all on one port.
+
+    Args:
+        host: an address, or a name: `localhost` gives both families where both exist.
+        port: 0 lets the kernel choose; `getsockname()` of the first tells.
+        backlog: for listen(2).
+
+    Raises:
+        InstanceTaken: the port is in use; names it and, where it can be seen, the holder.
+        ConfigError: no such host or address, or a port that this user may not use.
+
+    Resolves the name with the system's resolver, which may block: for the start, not the loop.
+    The caller closes the sockets; they are not inheritable. After an error none is open.
+    """
+    addresses = _resolve(host, port)
+    tries = _PORT_TRIES if port == 0 and len(addresses) > 1 else 1
+    for left in range(tries - 1, -1, -1):
+        try:
+            return _bind_all(host, port, addresses, backlog)
+        except InstanceTaken:
+            if not left:  # the port chosen for one family may be in use in the other
+                raise
+    raise AssertionError("unreachable")
+
+
+def open_unix(path: str | os.PathLike[str], mode: int, backlog: int = 128) -> socket.socket:
+    """Listen on a Unix socket, replacing one that nobody listens on any more.
+
+    At no moment may more users connect than `mode` says.
+
+    Raises:
+        InstanceTaken: somebody answers there.
+        ConfigError: the path is too long, something else is there, or it may not be created.
+
+    The caller closes the socket and calls `unlink_unix`. The directory must be ours
+    (`ensure_private_dir`), and the instance's lock held.
+    """
+    name = os.fspath(path)
+    length = len(os.fsencode(name))
+    if length > UNIX_PATH_BYTES:
+        raise ConfigError(
+            [
+                f"the socket path {name} has {length} bytes and the kernel takes at most"
+                f" {UNIX_PATH_BYTES}; choose a shorter runtime directory or instance name"
+            ]
+        )
+    _clear_stale(name)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # bind(2) gives the new file this descriptor's mode less the umask: never too much, and no
+        # process-wide umask to set. The umask may have taken too much, so chmod before listen.
+        os.fchmod(sock.fileno(), mode)
+        sock.bind(name)
+        os.chmod(name, mode)
+        sock.listen(backlog)
+    except OSError as exc:
+        sock.close()
+        if exc.errno == errno.EADDRINUSE:
+            raise InstanceTaken(
+                f"another process has just opened the socket {name}; stop one of the two"
+            ) from exc
+        raise ConfigError([f"cannot open the socket {name}: {exc.strerror}"]) from exc
+    return sock
+
+
+def unlink_unix(path: str | os.PathLike[str]) -> None:
+    """Remove a socket file; anything else there, or nothing, is left alone."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(os.stat(path, follow_symlinks=False).st_mode):
+            os.unlink(path)
+
+
+def adopt(fd: int) -> socket.socket:
+    """Take over a listening stream socket that the service manager passed.
+
+    Raises:
+        ConfigError: the descriptor is something else; it is left open and as it was.
+
+    The caller closes the socket. It is made close-on-exec.
+    """
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError as exc:
+        raise ConfigError([f"the passed descriptor {fd} is not a socket: {exc.strerror}"]) from exc
+    wrong = None
+    if sock.family not in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
+        wrong = f"is of address family {sock.family}"
+    elif sock.type != socket.SOCK_STREAM:
+        wrong = "is not a stream socket; use ListenStream="
+    elif not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        wrong = "does not listen; use Accept=no"
+    if wrong is not None:
+        sock.detach()
+        raise ConfigError([f"the passed descriptor {fd} {wrong}"])
+    sock.set_inheritable(False)
+    return sock
+
+
+class InstanceLock:
+    """One onebitd per instance: a flock on a file in the runtime directory.
+
+    Args:
+        path: the lock file; made with mode 0600, stays when the lock is released.
+        instance: the name for messages; the name of the file's directory by default.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], instance: str | None = None) -> None:
+        self.path = os.fspath(path)
+        self.instance = instance or os.path.basename(os.path.dirname(os.path.abspath(self.path)))
+        self._fd: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """True between `acquire` and `release`."""
+        return self._fd is not None
+
+    def acquire(self) -> None:
+        """Take the lock without waiting and write our pid into the file.
+
+        Raises:
+            InstanceTaken: another onebitd has it; names its pid.
+            ConfigError: the file cannot be used.
+        """
+        while self._fd is None:
+            try:
+                self._fd = self._try_once()
+            except OSError as exc:
+                raise ConfigError(
+                    [f"cannot use the lock file {self.path}: {exc.strerror}; remove what is there"]
+                ) from exc
+
+    def release(self) -> None:
+        """Empty the file and give the lock back; does nothing if it is not held."""
+        if self._fd is None:
+            return
+        fd, self._fd = self._fd, None
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+        os.close(fd)
+
+    def _try_once(self) -> int | None:
+        """Return the locked descriptor, None if the file was replaced meanwhile."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(self.path, flags, 0o600)
+        try:
+            here = os.fstat(fd)
+            if not stat.S_ISREG(here.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._taken(os.pread(fd, 32, 0)) from None
+            there = _stat_or_none(self.path)
+            if there is None or (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
+                os.close(fd)
+                return None
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _taken(self, content: bytes) -> InstanceTaken:
+        word = content.split(b"\n")[0].decode("ascii", "replace")
+        pid = f" (pid {word})" if word.isdigit() else ""
+        return InstanceTaken(
+            f"another onebitd{pid} serves instance {self.instance}; stop it, or give this one"
+            " another name with --instance"
+        )
+
+
+def ensure_private_dir(path: str | os.PathLike[str], mode: int) -> None:
+    """Make a directory, or check that what is there may be trusted.
+
+    Missing parents are made with mode 0755 less the umask; the directory itself gets exactly
+    `mode`. One that exists keeps its mode.
+
+    Raises:
+        ConfigError: it is a symbolic link or not a directory, belongs to somebody other than us
+            or root, can be written by its group or by all, cannot be written by us, or cannot be
+            made.
+    """
+    name = os.fspath(path)
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(name)), 0o755, exist_ok=True)
+        try:
+            os.mkdir(name, mode & 0o700)
+        except FileExistsError:
+            wrong = _distrust(name, os.stat(name, follow_symlinks=False))
+        else:
+            os.chmod(name, mode)
+            return
+    except OSError as exc:
+        raise ConfigError([f"cannot make the directory {name}: {exc.strerror}"]) from exc
+    if wrong is not None:
+        raise ConfigError([f"the directory {name} {wrong}"])
+
+
+def _distrust(name: str, info: os.stat_result) -> str | None:
+    if stat.S_ISLNK(info.st_mode):
+        return "is a symbolic link; remove it or name its target"
+    if not stat.S_ISDIR(info.st_mode):
+        return "is not a directory; remove it"
+    if info.st_uid not in (os.geteuid(), 0):
+        return f"belongs to uid {info.st_uid}, not to uid {os.geteuid()} or root; choose another"
+    if info.st_mode & 0o022:
+        writable = stat.S_IMODE(info.st_mode)
+        return f"can be written by others (mode {writable:04o}); chmod go-w it or choose another"
+    if not os.access(name, os.W_OK | os.X_OK):
+        return f"cannot be written by uid {os.geteuid()}; choose another"
+    return None
+
+
+def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+    try:
+        infos = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (socket.gaierror, UnicodeError) as exc:
+        why = exc.strerror if isinstance(exc, socket.gaierror) else str(exc)
+        raise ConfigError([f"http.host: {host!r} cannot be resolved: {why}"]) from exc
+    except OverflowError as exc:
+        raise ConfigError([f"http.port: {port} is not a port number"]) from exc
+    found: dict[tuple[socket.AddressFamily, tuple[str, int]], None] = {}
+    for family, _, _, _, address in infos:
+        if family in (socket.AF_INET, socket.AF_INET6):
+            found[family, address] = None  # type: ignore[index]  # IPv6 has two more items
+    return list(found)
+
+
+def _bind_all(
+    host: str,
+    port: int,
+    addresses: Iterable[tuple[socket.AddressFamily, tuple[str, int]]],
+    backlog: int,
+) -> list[socket.socket]:
+    """Bind each address; one that this machine lacks is left out if another one works."""
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    try:
+        for family, address in addresses:
+            try:
+                sockets.append(_bind_one(family, address, port, backlog))
+            except OSError as exc:
+                if exc.errno not in _ADDRESS_MISSING:
+                    raise _bind_error(host, port, address, exc) from exc
+                missing = exc
+                continue
+            port = sockets[0].getsockname()[1]
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
+    if not sockets:
+        why = missing.strerror if missing else "it has no address"
+        raise ConfigError([f"http.host: cannot listen on {host}: {why}"]) from missing
+    return sockets
+
+
+def _bind_one(
+    family: socket.AddressFamily, address: tuple[str, int], port: int, backlog: int
+) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind((address[0], port, *address[2:]))
+        sock.listen(backlog)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _bind_error(
+    host: str, port: int, address: tuple[str, int], exc: OSError
+) -> InstanceTaken | ConfigError:
+    if exc.errno == errno.EADDRINUSE:
+        holder = port_holder(port, address[0])
+        who = f" by pid {holder[0]} ({holder[1]})" if holder else ""
+        return InstanceTaken(
+            f"port {port} on {address[0]} is taken{who}; stop what uses it, or choose another"
+            " port with --port or http.port"
+        )
+    if exc.errno in (errno.EACCES, errno.EPERM):
+        return ConfigError(
+            [
+                f"http.port: this user may not listen on port {port} of {host}: {exc.strerror};"
+                " choose one above 1023, or let systemd pass the socket"
+            ]
+        )
+    return ConfigError([f"http.host: cannot listen on {host} port {port}: {exc.strerror}"])
+
+
+def port_holder(port: int, address: str | None = None) -> tuple[int, str] | None:
+    """Return (pid, command) of a process that uses a local TCP port, None if it cannot be seen.
+
+    Without privilege only processes of the same user are seen. `address` prefers the holder of
+    that very address.
+    """
+    inodes = _port_inodes(port, address)
+    wanted = {f"socket:[{inode}]": rank for rank, inode in enumerate(inodes)}
+    best: tuple[int, int] | None = None
+    for name in os.listdir("/proc") if wanted else ():
+        if not name.isdigit():
+            continue
+        ranks = [wanted[link] for link in _links_of(name) if link in wanted]
+        if ranks and (best is None or min(ranks) < best[0]):
+            best = (min(ranks), int(name))
+    return None if best is None else (best[1], command_of(best[1]))
+
+
+def _links_of(pid: str) -> Iterator[str]:
+    """Yield what the descriptors of a process point to; nothing of another user's process."""
+    try:
+        numbers = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return
+    for number in numbers:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            yield os.readlink(f"/proc/{pid}/fd/{number}")
+
+
+def _port_inodes(port: int, address: str | None) -> list[int]:
+    """Return the inodes of sockets on the port, likeliest first (proc(5), /proc/net/tcp)."""
+    ranked: list[tuple[int, int]] = []
+    exact = _proc_address(address)
+    for table in ("tcp", "tcp6"):
+        try:
+            with open(f"/proc/net/{table}", encoding="utf-8") as file:
+                rows = [line.split() for line in file][1:]
+        except OSError:
+            continue
+        for row in rows:
+            local, state, inode = row[1], int(row[3], 16), int(row[9])
+            where, _, number = local.partition(":")
+            if int(number, 16) != port or state == _TIME_WAIT or inode == 0:
+                continue
+            ranked.append(((0 if state == _LISTEN else 2) + (where != exact), inode))
+    return [inode for _, inode in sorted(ranked)]
+
+
+def _proc_address(address: str | None) -> str | None:
+    """Return an address as /proc/net/tcp writes it: 32-bit words in the machine's byte order."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            raw = socket.inet_pton(family, address or "")
+        except OSError:
+            continue
+        words = struct.unpack(f"={len(raw) // 4}I", raw)
+        return "".join(f"{word:08X}" for word in words)
+    return None
+
+
+def _clear_stale(name: str) -> None:
+    """Remove the socket at the path if nobody listens on it."""
+    info = _stat_or_none(name)
+    if info is None:
+        return
+    if not stat.S_ISSOCK(info.st_mode):
+        raise ConfigError([f"cannot open the socket {name}: something else is there; remove it"])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.setblocking(False)
+        try:
+            client.connect(name)
+        except ConnectionRefusedError:
+            pass
+        except FileNotFoundError:
+            return
+        except BlockingIOError:
+            raise _alive(name, None) from None  # its backlog is full
+        except OSError as exc:
+            raise ConfigError(
+                [f"cannot tell who has the socket {name}: {exc.strerror}; remove it if nobody does"]
+            ) from exc
+        else:
+            raise _alive(name, client)
+    try:
+        os.unlink(name)
+    except FileNotFoundError:
+        pass
+    except OSError as exc:
+        raise ConfigError([f"cannot replace the old socket {name}: {exc.strerror}"]) from exc
+
+
+def _alive(name: str, client: socket.socket | None) -> InstanceTaken:
+    who = ""
+    if client is not None:
+        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid = struct.unpack("=iII", credentials)[0]
+        who = f" by pid {pid} ({command_of(pid)})" if pid > 0 else ""
+    return InstanceTaken(f"the socket {name} is served{who}; stop it, or choose another instance")
+
+
+def _stat_or_none(name: str) -> os.stat_result | None:
+    try:
+        return os.stat(name, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise ConfigError([f"cannot look at {name}: {exc.strerror}"]) from exc

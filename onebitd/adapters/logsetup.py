@@ -1,0 +1,532 @@
+"""Where log lines go and what they look like.
+
+A caller writes `log.info("handoff", line="hybrid: 307 prompt tokens: ...", prompt_tokens=307)`:
+an event word, fields, and, where a person should read something better, `line`.
+
+- `json`: one object a line: `time` (RFC 3339, UTC), `level`, `event`, the fields in order.
+- `text`: time, level, `line` if there is one, else the event and its fields; coloured on a
+  terminal, unless NO_COLOR is set (https://no-color.org).
+- `journal`: the native protocol (https://systemd.io/JOURNAL_NATIVE_PROTOCOL): MESSAGE as in `text`,
+  and every field as `ONEBIT_<NAME>`, so that `journalctl ONEBIT_REQUEST_ID=r42` finds it.
+
+A log call never raises and never waits for long, whatever has become of stderr or the journal.
+Where lines are many, bind a logger once (`structlog.get_logger().bind()`) and keep it: a call below
+the level then costs 0.3 us, against 9 us through the lazy one (measured).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import logging
+import math
+import os
+import re
+import select
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Protocol, TextIO
+
+import structlog
+from structlog.typing import WrappedLogger
+
+from onebitd.core.errors import ConfigError
+
+FORMATS = ("auto", "json", "text", "journal")
+"""The words of `log.format`."""
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+"""The words of `log.level`."""
+
+JOURNAL_SOCKET = "/run/systemd/journal/socket"
+IDENTIFIER = "onebitd"
+
+_PRIORITY = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
+_COLOUR = {"debug": "2", "info": "32", "warning": "33", "error": "31", "critical": "1;31"}
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+_NOT_FIELD_NAME = re.compile(r"[^A-Z0-9_]+")
+_FIELD_NAME_CHARS = 64
+_STALL_MS = 20
+_JOURNAL_GONE = (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTCONN, errno.EACCES, errno.EPERM)
+_TOO_BIG = (errno.EMSGSIZE, errno.ENOBUFS)
+
+Event = MutableMapping[str, Any]
+
+
+class Sink(Protocol):
+    """Takes one event; returns nothing and raises nothing."""
+
+    def emit(self, level: str, event: Event) -> None:
+        """Write the event, or drop it."""
+
+
+class FilteredLogger(structlog.BoundLoggerBase):
+    """What `structlog.get_logger()` gives; the level methods are `set_level`'s.
+
+    One class for all, whose methods are exchanged: a level change also reaches the loggers that
+    others have bound and kept, and a filtered-out call stays an empty function.
+    """
+
+
+def configure(
+    format: str,  # noqa: A002 - the key's name, log.format
+    level: str,
+    *,
+    stream: TextIO | None = None,
+    environ: Mapping[str, str] | None = None,
+    journal_socket: str = JOURNAL_SOCKET,
+) -> None:
+    """Set up logging for the process; may be called again.
+
+    Args:
+        format: one of FORMATS. `auto`: the journal when `stream` is connected to it
+            ($JOURNAL_STREAM), coloured text on a terminal, JSON elsewhere.
+        level: one of LEVELS.
+        stream: stderr by default; stays the caller's. If it has a descriptor, lines are written
+            to that with one write(2) each, past the stream's buffer.
+        environ: for JOURNAL_STREAM, NO_COLOR and TERM; os.environ by default.
+        journal_socket: where the journal listens.
+
+    Records of the stdlib's logging and warnings (of libraries) come in from WARNING on.
+
+    Raises:
+        ConfigError: an unknown word.
+    """
+    if format not in FORMATS:
+        raise ConfigError([f"log.format: {format!r} is none of {', '.join(FORMATS)}"])
+    stream = sys.stderr if stream is None else stream
+    environ = os.environ if environ is None else environ
+    set_level(level)
+    shutdown()
+    _State.sink = _make_sink(format, stream, environ, journal_socket)
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, _pack],
+        wrapper_class=FilteredLogger,
+        context_class=dict,
+        logger_factory=_Output,
+        cache_logger_on_first_use=False,
+    )
+    _State.handler = _LibraryHandler(logging.WARNING)
+    logging.getLogger().addHandler(_State.handler)
+    logging.captureWarnings(True)
+
+
+def set_level(level: str) -> None:
+    """Change the level for every logger, bound ones included.
+
+    Raises:
+        ConfigError: an unknown word.
+    """
+    if level not in LEVELS:
+        raise ConfigError([f"log.level: {level!r} is none of {', '.join(LEVELS)}"])
+    filtered = structlog.make_filtering_bound_logger(LEVELS[level])
+    for name, method in vars(filtered).items():
+        if not name.startswith("__"):
+            setattr(FilteredLogger, name, method)
+    _State.level = level
+
+
+def get_level() -> str:
+    """Return the word of the current level."""
+    return _State.level
+
+
+def shutdown() -> None:
+    """Take back what `configure` changed in the stdlib's logging, and close the journal's socket.
+
+    Later log calls still reach stderr.
+    """
+    if _State.handler is not None:
+        logging.getLogger().removeHandler(_State.handler)
+        logging.captureWarnings(False)
+        _State.handler = None
+    if isinstance(_State.sink, JournalSink):
+        _State.sink.close()
+        _State.sink = _State.sink.fallback
+
+
+class StreamSink:
+    """Lines on a stream, as JSON objects or as text.
+
+    A line that cannot be written (nobody reads, disk full, would block) is dropped; the next one
+    that gets through is preceded by how many were. A line is never left half written before
+    another begins.
+    """
+
+    def __init__(self, stream: TextIO, render: Render) -> None:
+        self._stream = stream
+        self._fd = _fileno(stream)
+        self._render = render
+        self._dropped = 0
+        self._torn = False
+
+    def emit(self, level: str, event: Event) -> None:
+        """Write one line, or drop it."""
+        text = self._render(level, event)
+        if self._dropped:
+            # With the line, not before it: a note alone would fit where no line does.
+            note = {"event": "log_lines_lost", "count": self._dropped}
+            text = self._render("warning", note) + "\n" + text
+        if self._write(text):
+            self._dropped = 0
+        else:
+            self._dropped += 1
+
+    def _write(self, line: str) -> bool:
+        if self._fd is None:
+            try:
+                self._stream.write(line + "\n")
+                self._stream.flush()
+            except (OSError, ValueError):  # ValueError: it is closed
+                return False
+            return True
+        if self._stream.closed:
+            return False  # its descriptor's number may be somebody else's by now
+        data = (b"\n" if self._torn else b"") + line.encode("utf-8", "backslashreplace") + b"\n"
+        return self._write_all(self._fd, data)
+
+    def _write_all(self, fd: int, data: bytes) -> bool:
+        left = memoryview(data)
+        waited = False
+        while left:
+            try:
+                left = left[os.write(fd, left) :]
+            except BlockingIOError:
+                # Non-blocking and full. Wait a moment for a reader that is only slow, and not at
+                # all for one that kept us waiting last time.
+                if waited or self._dropped or not _writable_soon(fd):
+                    self._torn = self._torn or len(left) < len(data)
+                    return False
+                waited = True
+            except OSError:
+                self._torn = self._torn or len(left) < len(data)
+                return False
+        self._torn = False
+        return True
+
+
+class JournalSink:
+    """Events as native journal entries; on `fallback` while there is no journal.
+
+    Call `close` at the end.
+    """
+
+    def __init__(self, path: str, fallback: StreamSink) -> None:
+        self._path = path
+        self.fallback = fallback
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._lost = 0
+
+    def emit(self, level: str, event: Event) -> None:
+        """Send one entry; a journal that does not read for long costs entries, never a wait."""
+        data = journal_entry(level, event)
+        try:
+            self._send(data)
+        except BlockingIOError:
+            self._lost += 1
+        except OSError as exc:
+            if exc.errno not in _JOURNAL_GONE:
+                event = {**event, "journal_error": exc.strerror}
+            self.fallback.emit(level, event)
+        else:
+            count, self._lost = self._lost, 0
+            if count:
+                self.emit("warning", {"event": "log_lines_lost", "count": count})
+
+    def close(self) -> None:
+        """Close the socket; later events go to the fallback."""
+        self._socket.close()
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._socket.sendto(data, self._path)
+        except BlockingIOError:
+            if self._lost:
+                raise
+            self._send_slowly(data)
+        except OSError as exc:
+            if exc.errno not in _TOO_BIG:
+                raise
+            self._send_as_file(data)
+
+    def _send_slowly(self, data: bytes) -> None:
+        # An unconnected datagram socket is always writable to poll, so look again a few times.
+        for _ in range(4):
+            time.sleep(_STALL_MS / 4000)
+            with contextlib.suppress(BlockingIOError):
+                self._socket.sendto(data, self._path)
+                return
+        raise BlockingIOError(errno.EAGAIN, "the journal does not read")
+
+    def _send_as_file(self, data: bytes) -> None:
+        """Send an entry beyond the datagram limit: a sealed memfd, by SCM_RIGHTS."""
+        fd = os.memfd_create("onebitd-journal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            with open(fd, "wb", closefd=False) as file:
+                file.write(data)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", fd))]
+            self._socket.sendmsg([], rights, 0, self._path)
+        finally:
+            os.close(fd)
+
+
+class Render(Protocol):
+    """Makes one line, without its newline, of an event."""
+
+    def __call__(self, level: str, event: Event) -> str:
+        """Return the line."""
+
+
+def render_json(level: str, event: Event) -> str:
+    """Return the event as a JSON object in one line."""
+    found = {"time": _now(), "level": level, "event": event.get("event", "")}
+    found.update(event)  # `time` may be the caller's own, `level` is ours
+    found["level"] = level
+    try:
+        return json.dumps(found, ensure_ascii=False, default=_plain, allow_nan=False)
+    except (TypeError, ValueError):
+        # A NaN, a key that is no string, a circle: rare, so looked for only after the failure.
+        return json.dumps(_tame(found), ensure_ascii=False, default=_plain)
+
+
+def render_text(level: str, event: Event) -> str:
+    """Return the event for a person, with a time stamp, without colour."""
+    return f"{_now()} {level:<8} {human(event)}"
+
+
+def render_coloured(level: str, event: Event) -> str:
+    """Return the event for a person at a terminal."""
+    clock = time.strftime("%H:%M:%S")
+    return f"\x1b[2m{clock}\x1b[0m \x1b[{_COLOUR.get(level, '0')}m{level:<8}\x1b[0m {human(event)}"
+
+
+def human(event: Event) -> str:
+    """Return what a person reads: `line` if there is one, else the event and its fields.
+
+    Control characters are shown as escapes: what a child printed cannot drive the terminal. A
+    traceback keeps its lines.
+    """
+    if "line" in event:
+        text = _visible(str(event["line"]))
+    else:
+        words = [str(event.get("event", ""))]
+        words += [
+            f"{key}={_short(value)}"
+            for key, value in event.items()
+            if key not in ("event", "exception")
+        ]
+        text = _visible(" ".join(words))
+    if "exception" in event:
+        text += "\n" + "\n".join(_visible(line) for line in str(event["exception"]).splitlines())
+    return text
+
+
+def journal_entry(level: str, event: Event) -> bytes:
+    """Return the event as a datagram of the journal's native protocol."""
+    fields = [
+        ("MESSAGE", human(event)),
+        ("PRIORITY", str(_PRIORITY.get(level, 6))),
+        ("SYSLOG_IDENTIFIER", IDENTIFIER),
+    ]
+    for key, value in event.items():
+        if key == "line" or value is None:
+            continue
+        name = "ONEBIT_" + _NOT_FIELD_NAME.sub("_", key.upper())
+        fields.append((name[:_FIELD_NAME_CHARS], _as_text(value)))
+    return b"".join(_journal_field(name, value) for name, value in fields)
+
+
+def _journal_field(name: str, value: str) -> bytes:
+    data = value.encode("utf-8", "backslashreplace")
+    if b"\n" not in data:
+        return name.encode() + b"=" + data + b"\n"
+    return name.encode() + b"\n" + struct.pack("<Q", len(data)) + data + b"\n"
+
+
+def _make_sink(kind: str, stream: TextIO, environ: Mapping[str, str], journal_socket: str) -> Sink:
+    terminal = _is_terminal(stream)
+    if kind == "auto":
+        kind = "text" if terminal else "json"
+        if _is_journal(stream, environ):
+            kind = "journal"
+    if kind == "journal":
+        return JournalSink(journal_socket, StreamSink(stream, render_json))
+    if kind == "json":
+        return StreamSink(stream, render_json)
+    coloured = terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+    return StreamSink(stream, render_coloured if coloured else render_text)
+
+
+class _State:
+    """What `configure` set up for the process."""
+
+    level = "info"
+    sink: Sink | None = None
+    handler: logging.Handler | None = None
+
+
+class _Output:
+    """structlog's innermost logger: its method's name is the level."""
+
+    def __init__(self, *_args: object) -> None:
+        """Ignore the arguments of `structlog.get_logger`."""
+
+    def debug(self, event: Event) -> None:
+        _emit("debug", event)
+
+    def info(self, event: Event) -> None:
+        _emit("info", event)
+
+    def warning(self, event: Event) -> None:
+        _emit("warning", event)
+
+    def error(self, event: Event) -> None:
+        _emit("error", event)
+
+    def critical(self, event: Event) -> None:
+        _emit("critical", event)
+
+
+class _LibraryHandler(logging.Handler):
+    """Brings records of libraries in; `logger` says whose they are."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = record.getMessage()
+        except Exception:  # noqa: BLE001 - a library's bad format string must not take us down
+            line = str(record.msg)
+        event: Event = {"event": "library", "logger": record.name, "line": line.rstrip()}
+        if record.exc_info:
+            event["exc_info"] = record.exc_info
+        level = record.levelname.lower()
+        _emit(level if level in LEVELS else "warning", event)
+
+
+def _pack(_logger: WrappedLogger, _name: str, event: Event) -> tuple[tuple[Event], dict[str, Any]]:
+    """Hand the event to `_Output` as it is; structlog takes (args, kwargs)."""
+    return (event,), {}
+
+
+def _emit(level: str, event: Event) -> None:
+    sink = _State.sink
+    if sink is None:
+        return
+    try:
+        _format_exception(event)
+        sink.emit(level, event)
+    except Exception:  # noqa: BLE001 - a log call never takes its caller down, whatever it was given
+        with contextlib.suppress(Exception):
+            sink.emit("error", {"event": "log_failed", "of": str(event.get("event"))})
+
+
+def _format_exception(event: Event) -> None:
+    """Replace `exc_info` (True, an exception, or sys.exc_info()) by `exception`, its text."""
+    given = event.pop("exc_info", None)
+    if not given:
+        return
+    if isinstance(given, BaseException):
+        exc: BaseException | None = given
+    else:
+        exc = given[1] if isinstance(given, tuple) else sys.exc_info()[1]
+    if exc is not None:
+        event["exception"] = "".join(traceback.format_exception(exc)).rstrip()
+
+
+def _now() -> str:
+    moment = time.time()
+    whole = math.floor(moment)
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole))
+    return f"{stamp}.{int((moment - whole) * 1000):03d}Z"
+
+
+def _plain(value: object) -> object:
+    """Return something JSON can hold."""
+    if isinstance(value, (set, frozenset, tuple)):
+        return list(value)
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return str(value)
+
+
+def _tame(value: object, depth: int = 0) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if depth > 8:
+        return "..."
+    if isinstance(value, dict):
+        return {str(key): _tame(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_tame(item, depth + 1) for item in value]
+    return value
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (dict, list, tuple)):
+        try:
+            return json.dumps(value, ensure_ascii=False, default=_plain)
+        except (TypeError, ValueError):
+            return str(value)
+    return str(value)
+
+
+def _short(value: object) -> str:
+    text = _as_text(value)
+    if text == "" or any(char in text for char in ' "='):
+        return json.dumps(text, ensure_ascii=False)
+    return text
+
+
+def _visible(text: str) -> str:
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def _fileno(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError, io.UnsupportedOperation):
+        return None
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _is_journal(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """Tell whether systemd connected the stream to the journal (systemd.exec(5))."""
+    fd = _fileno(stream)
+    if fd is None:
+        return False
+    try:
+        info = os.fstat(fd)
+    except OSError:
+        return False
+    return environ.get("JOURNAL_STREAM") == f"{info.st_dev}:{info.st_ino}"
+
+
+def _writable_soon(fd: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLOUT)
+    return any(what & select.POLLOUT for _, what in poller.poll(_STALL_MS))

@@ -1,0 +1,318 @@
+"""Client of the control socket, and the search for running instances.
+
+Standard library and core only, blocking: it starts fast and pulls in nothing of the daemon. Every
+error is a `ClientError` whose message names the socket and the next step; its `exit_status` is the
+one `onebitctl` promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import http.client
+import json
+import os
+import pwd
+import socket
+import stat
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlencode
+
+from onebitd.core import paths
+from onebitd.core.errors import OnebitError, UsageError
+
+TIMEOUT_S: Final = 5.0
+"""How long a connect or a read may take without progress."""
+
+_PROBE_TIMEOUT_S: Final = 1.0
+_LINE_BYTES: Final = 1 << 20
+
+
+class ClientError(OnebitError):
+    """A question to the control socket has no good answer."""
+
+
+class NoDaemon(ClientError):
+    """Nobody listens there."""
+
+    exit_status = 3
+
+
+class AnswerTimeout(ClientError):
+    """Somebody listens there, and does not answer in time."""
+
+    exit_status = 3
+
+
+class AccessDenied(ClientError):
+    """The socket is not ours to use; the message names the group that may."""
+
+    exit_status = 4
+
+
+class BadAnswer(ClientError):
+    """The answer is an error, or nothing that a control socket says."""
+
+
+class ControlClient:
+    """Asks one daemon; every call opens a connection of its own and closes it.
+
+    Args:
+        socket_path: the control socket.
+        timeout_s: bound on connecting, and on waiting for more of an answer.
+    """
+
+    def __init__(self, socket_path: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._path = socket_path
+        self._timeout_s = timeout_s
+
+    def status(self) -> dict[str, Any]:
+        """Return `/v1/status`."""
+        return self._object("/v1/status")
+
+    def config(self) -> dict[str, Any]:
+        """Return `/v1/config`: `{key: {"value", "source"}}`."""
+        return self._object("/v1/config")
+
+    def handoffs(
+        self, limit: int, *, outcome: str | None = None, since: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the last records, newest last."""
+        answer = self._object(_handoffs_target(limit=limit, outcome=outcome, since=since))
+        found = answer.get("handoffs")
+        if not isinstance(found, list):
+            raise self._bad("there is no list of handoffs in it")
+        return found
+
+    def follow(self, limit: int, *, outcome: str | None = None) -> Generator[dict[str, Any]]:
+        """Yield the last `limit` records and then each new one; ends when the daemon does.
+
+        `{"lost": N}` stands where the daemon dropped records that were not read in time. Closing
+        the iterator closes the connection.
+        """
+        with self._ask(_handoffs_target(follow=1, limit=limit, outcome=outcome)) as (conn, answer):
+            if conn.sock is not None:
+                conn.sock.settimeout(None)
+            while line := self._line(answer):
+                yield self._parse(line)
+
+    def _object(self, target: str) -> dict[str, Any]:
+        with self._ask(target) as (_, answer), self._translated():
+            body = answer.read()
+        return self._parse(body)
+
+    @contextlib.contextmanager
+    def _ask(self, target: str) -> Iterator[tuple[_UnixConnection, http.client.HTTPResponse]]:
+        with contextlib.closing(_UnixConnection(self._path, self._timeout_s)) as connection:
+            with self._translated():
+                connection.request("GET", target)
+                answer = connection.getresponse()
+            with answer:
+                if answer.status != 200:
+                    raise self._refused(answer)
+                yield connection, answer
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Turn what the kernel and http.client raise into our errors."""
+        try:
+            yield
+        except PermissionError:
+            raise AccessDenied(describe_denied(self._path)) from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise NoDaemon(f"no onebitd there: {self._path} does not exist") from None
+        except ConnectionRefusedError:
+            raise NoDaemon(f"no onebitd there: nobody listens on {self._path}") from None
+        except TimeoutError:
+            raise AnswerTimeout(
+                f"onebitd does not answer on {self._path} within {self._timeout_s:g} s:"
+                " look at its log"
+            ) from None
+        except http.client.HTTPException as exc:
+            raise self._bad(f"it is not HTTP ({type(exc).__name__})") from exc
+        except OSError as exc:
+            raise NoDaemon(f"cannot talk to onebitd on {self._path}: {exc}") from exc
+
+    def _line(self, answer: http.client.HTTPResponse) -> bytes:
+        with contextlib.suppress(http.client.IncompleteRead), self._translated():
+            return answer.readline(_LINE_BYTES)
+        return b""
+
+    def _parse(self, data: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(data)
+        except ValueError:
+            raise self._bad("it is not JSON") from None
+        if not isinstance(found, dict):
+            raise self._bad("it is not a JSON object")
+        return found
+
+    def _refused(self, answer: http.client.HTTPResponse) -> BadAnswer:
+        with self._translated():
+            body = answer.read(_LINE_BYTES)
+        try:
+            message = json.loads(body)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = answer.reason
+        return BadAnswer(f"onebitd on {self._path} answered {answer.status}: {message}")
+
+    def _bad(self, why: str) -> BadAnswer:
+        return BadAnswer(f"no answer of an onebitd from {self._path}: {why}")
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """http.client over a Unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+        self._timeout_s = timeout_s
+
+    def connect(self) -> None:
+        self.sock = _connect(self._path, self._timeout_s)
+
+
+class Instance(NamedTuple):
+    """An instance's directory; `state` is `running`, `stopped` or `denied`."""
+
+    name: str
+    socket: str
+    state: str
+
+
+def find_instances(roots: Sequence[PurePosixPath], name: str | None = None) -> list[Instance]:
+    """Look for instances in the runtime roots, by connecting to each one's socket.
+
+    Args:
+        roots: see `core.paths.runtime_roots`; unsafe ones must have been left out.
+        name: only instances of this name.
+    """
+    found = []
+    for root in roots:
+        try:
+            names = sorted(os.listdir(root))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError:
+            found.append(Instance(name or "?", str(root), "denied"))
+            continue
+        for entry in names:
+            path = str(root / entry / paths.CONTROL_SOCKET)
+            if name in (None, entry) and os.path.isdir(root / entry):
+                found.append(Instance(entry, path, _probe(path)))
+    return found
+
+
+def choose_socket(name: str | None, environ: Mapping[str, str], uid: int) -> str:
+    """Return the control socket of the instance `name`, or of the only one that runs.
+
+    Raises:
+        NoDaemon: none runs.
+        AccessDenied: none that we may ask, and at least one that we may not.
+        UsageError: more than one runs; the message lists them.
+    """
+    roots, unsafe = _safe_roots(environ, uid)
+    if name is not None:
+        given = paths.runtime_dir(name, environ, uid).parent
+        if given != paths.fallback_root(uid):
+            roots = list(dict.fromkeys([given, *roots]))
+    found = find_instances(roots, name)
+    running = [instance for instance in found if instance.state == "running"]
+    if len(running) == 1:
+        return running[0].socket
+    if running:
+        listed = ", ".join(f"{instance.name} ({instance.socket})" for instance in running)
+        how = "its socket with --socket" if name else "with -i, or its socket with --socket"
+        raise UsageError(f"more than one onebitd runs: {listed}; name one {how}")
+    denied = [instance for instance in found if instance.state == "denied"]
+    if denied:
+        raise AccessDenied(describe_denied(denied[0].socket))
+    raise NoDaemon(_no_daemon(name, found, unsafe))
+
+
+def describe_denied(path: str) -> str:
+    """Say what stands in the way to a socket, and which group or user may pass."""
+    blocker = path
+    while True:
+        try:
+            info = os.stat(blocker)
+            break
+        except OSError:
+            blocker = os.path.dirname(blocker)
+    wanted = stat.S_IXGRP if stat.S_ISDIR(info.st_mode) else stat.S_IWGRP
+    if info.st_mode & wanted and info.st_gid != 0:
+        group = _group_name(info.st_gid)
+        return (
+            f"permission denied: {path} is for the group {group}: join it with"
+            f" `sudo usermod -aG {group} $USER` and log in again, or use sudo"
+        )
+    return f"permission denied: {path} is for the user {_user_name(info.st_uid)} alone"
+
+
+def _safe_roots(environ: Mapping[str, str], uid: int) -> tuple[list[PurePosixPath], str | None]:
+    """Return the roots to look into, and the one that is not safe to, if it exists."""
+    fallback = paths.fallback_root(uid)
+    roots = [root for root in paths.runtime_roots(environ, uid) if root != fallback]
+    try:
+        info = os.lstat(fallback)
+    except OSError:
+        return roots, None
+    if paths.is_private(info.st_mode, info.st_uid, uid):
+        return [*roots, fallback], None
+    return roots, str(fallback)
+
+
+def _no_daemon(name: str | None, found: Sequence[Instance], unsafe: str | None) -> str:
+    names = [name] if name else sorted({instance.name for instance in found})
+    unit = f"onebitd@{names[0] if len(names) == 1 else 'NAME'}"
+    what = f"no onebitd runs for the instance {name}" if name else "no onebitd runs here"
+    text = f"{what}: start it with `systemctl start {unit}`"
+    if len(names) > 1:
+        text += f" (NAME: {', '.join(names)})"
+    if unsafe is not None:
+        text += f"; {unsafe} was passed over, it is not a directory of yours with mode 0700"
+    return text
+
+
+def _probe(path: str) -> str:
+    try:
+        _connect(path, _PROBE_TIMEOUT_S).close()
+    except PermissionError:
+        return "denied"
+    except TimeoutError:
+        return "running"
+    except OSError:
+        return "stopped"
+    return "running"
+
+
+def _connect(path: str, timeout_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _handoffs_target(**parameters: str | int | None) -> str:
+    given = {name: value for name, value in parameters.items() if value is not None}
+    return f"/v1/handoffs?{urlencode(given)}"
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

@@ -1,0 +1,270 @@
+"""`onebitctl`: asks a daemon over its control socket and prints the answer.
+
+Imports the standard library, core, the client and the lock's probe, and nothing of the daemon.
+Data goes to stdout, messages to stderr. Exit status: see `onebitctl(1)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime as dt
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from onebitd import __version__
+from onebitd.client import ClientError, ControlClient, choose_socket
+from onebitd.core import paths
+from onebitd.core.errors import OnebitError
+from onebitd.core.handoff import Outcome
+from onebitd.surfaces import cli_pages as pages
+
+MAX_RECORDS: Final = 1000
+LISTED_RECORDS: Final = 20
+FOLLOWED_RECORDS: Final = 10
+"""Records of the past that `handoffs --follow` starts with."""
+
+EXIT_NOT_FINE: Final = 1
+EXIT_NO_DAEMON: Final = 3
+EXIT_INTERRUPTED: Final = 130
+EXIT_BROKEN_PIPE: Final = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `onebitctl` and return its exit status."""
+    try:
+        try:
+            arguments = build_parser().parse_args(argv)
+            status: int = arguments.run(arguments)
+        finally:
+            sys.stdout.flush()
+    except OnebitError as exc:
+        _tell(str(exc))
+        return exc.exit_status
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _drop_stdout()
+        return EXIT_BROKEN_PIPE
+    except OSError as exc:
+        _drop_stdout()
+        _tell(f"cannot write the answer: {exc}")
+        return EXIT_NOT_FINE
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; the man page is held against it."""
+    where = _where_parser(argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        prog="onebitctl",
+        description="Show what onebitd is doing.",
+        epilog="Exit status: 0 fine; 1 it answered, and is not ready or something is wrong;"
+        " 2 usage; 3 no daemon there; 4 permission denied.",
+        allow_abbrev=False,
+        parents=[_where_parser(None)],
+    )
+    parser.add_argument("--version", action="version", version=f"onebitctl {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    status = _command(commands, "status", "state, decoder, provider, lock and counters", where)
+    status.set_defaults(run=run_status)
+
+    handoffs = _command(commands, "handoffs", "the last handoffs, and those to come", where)
+    handoffs.add_argument(
+        "-n",
+        dest="number",
+        metavar="N",
+        type=_number,
+        help=f"show the last N (0 to {MAX_RECORDS}; default {LISTED_RECORDS},"
+        f" with -f {FOLLOWED_RECORDS})",
+    )
+    handoffs.add_argument(
+        "-f", "--follow", action="store_true", help="go on with each new one, until Ctrl-C"
+    )
+    handoffs.add_argument(
+        "--outcome",
+        metavar="OUTCOME",
+        choices=[outcome.value for outcome in Outcome],
+        help=f"only those that ended so: {', '.join(Outcome)}",
+    )
+    handoffs.set_defaults(run=run_handoffs)
+
+    config = _command(commands, "config", "the effective settings and their sources", where)
+    config.set_defaults(run=run_config)
+
+    lock = _command(commands, "lock", "who holds the NPU device lock; needs no daemon", where)
+    lock.add_argument(
+        "--path",
+        help=f"lock file (default: the daemon's, or {paths.DEVICE_LOCK} when none answers)",
+    )
+    lock.set_defaults(run=run_lock)
+    return parser
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    """Print the status page; 0 if the daemon is ready and nothing is wrong."""
+    status = _client(arguments).status()
+    now = dt.datetime.now(dt.UTC)
+    if arguments.json:
+        _print_json(status)
+    else:
+        _print(pages.status_page(status, now, colour=_has_colour()))
+    return 0 if pages.is_fine(status, now) else EXIT_NOT_FINE
+
+
+def run_handoffs(arguments: argparse.Namespace) -> int:
+    """Print the last handoffs, and with --follow each new one until the daemon ends."""
+    client = _client(arguments)
+    printer = _HandoffPrinter(as_json=arguments.json)
+    if not arguments.follow:
+        number = LISTED_RECORDS if arguments.number is None else arguments.number
+        for record in client.handoffs(number, outcome=arguments.outcome):
+            printer.print(record)
+        return 0
+    number = FOLLOWED_RECORDS if arguments.number is None else arguments.number
+    try:
+        for record in client.follow(number, outcome=arguments.outcome):
+            printer.print(record)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 0  # the way to end it
+    _tell("onebitd has ended the connection")
+    return EXIT_NO_DAEMON
+
+
+def run_config(arguments: argparse.Namespace) -> int:
+    """Print the effective settings."""
+    config = _client(arguments).config()
+    if arguments.json:
+        _print_json(config)
+    else:
+        _print(pages.config_page(config))
+    return 0
+
+
+def run_lock(arguments: argparse.Namespace) -> int:
+    """Print who holds the device lock; 1 if something is wrong with its file."""
+    from onebitd.adapters import lock_probe  # the other commands start faster without it
+
+    lock = dataclasses.asdict(lock_probe.probe(arguments.path or _lock_path(arguments)))
+    if arguments.json:
+        _print_json(lock)
+    else:
+        _print(pages.lock_page(lock))
+    return EXIT_NOT_FINE if lock["problem"] else 0
+
+
+class _HandoffPrinter:
+    """Prints records as lines of a table under one heading, or as JSON."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._width = _columns()
+        self._colour = _has_colour()
+        self._headed = False
+
+    def print(self, record: dict[str, Any]) -> None:
+        """Print one record, or that records were lost."""
+        if self._as_json:
+            _print_json(record)
+            return
+        if "lost" in record:
+            _tell(
+                f"{record['lost']} handoffs are missing here: they came faster than they were read"
+            )
+            return
+        if not self._headed:
+            _print(pages.paint(pages.handoffs_header(self._width), "bold", self._colour))
+            self._headed = True
+        _print(pages.handoff_row(record, self._width, colour=self._colour))
+
+
+def _where_parser(default: str | None) -> argparse.ArgumentParser:
+    """Return the options that stand before or after the command, which must not undo each other."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(
+        "-i", "--instance", default=default, help="name of the instance (default: the only one)"
+    )
+    parser.add_argument(
+        "--socket", metavar="PATH", default=default, help="control socket, instead of a search"
+    )
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    where: argparse.ArgumentParser,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=summary, description=f"Show {summary}.", parents=[where], allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="stable output for programs")
+    return parser
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) <= MAX_RECORDS):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to {MAX_RECORDS}")
+    return int(text)
+
+
+def _client(arguments: argparse.Namespace) -> ControlClient:
+    path = arguments.socket or choose_socket(arguments.instance, os.environ, os.geteuid())
+    return ControlClient(path)
+
+
+def _lock_path(arguments: argparse.Namespace) -> str:
+    """Return the daemon's lock file, or the default when there is no daemon to ask."""
+    try:
+        return str(_client(arguments).status()["lock"]["path"])
+    except (OnebitError, KeyError, TypeError) as exc:
+        if arguments.instance or arguments.socket or not isinstance(exc, ClientError):
+            _tell(f"{exc}; this is the default lock file")
+        return paths.DEVICE_LOCK
+
+
+def _columns() -> int | None:
+    """Return the terminal's width, or $COLUMNS where the output goes elsewhere, or None."""
+    if sys.stdout.isatty():
+        try:
+            return os.get_terminal_size(sys.stdout.fileno()).columns or pages.PAGE_COLUMNS
+        except OSError:
+            return pages.PAGE_COLUMNS
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
+
+
+def _has_colour() -> bool:
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
+
+
+def _print(text: str) -> None:
+    encoding = sys.stdout.encoding or "ascii"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    _print(json.dumps(value))
+
+
+def _tell(message: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(f"onebitctl: {pages.clean(message)}\n")
+
+
+def _drop_stdout() -> None:
+    """Keep the interpreter from writing what is left to a stdout that takes nothing."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

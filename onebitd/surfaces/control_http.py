@@ -1,0 +1,195 @@
+"""The control API: HTTP/1.1 over the control socket, JSON, read-only.
+
+`GET /v1/status`, `GET /v1/handoffs`, `GET /v1/config`. Errors have the shape
+`{"error": {"message", "type", "code"}}`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
+from typing import Any, Final, NoReturn, Protocol, Self, cast
+
+from quart import Response, jsonify, request
+from quart.wrappers.response import ResponseBody
+from quart_trio import QuartTrio
+from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound
+
+from onebitd.core.control_api import Status
+from onebitd.core.handoff import Outcome
+from onebitd.services.history import Follower, History, parse_time
+from onebitd.surfaces.asgi_shield import shield_final_send
+
+DEFAULT_LIMIT: Final = 20
+MAX_LIMIT: Final = 1000
+
+_PARAMETERS: Final = ("limit", "outcome", "since", "follow")
+_MAX_BODY_BYTES: Final = 65536
+_TYPES: Final = {400: "invalid_request_error", 404: "not_found_error", 405: "invalid_request_error"}
+
+
+class ControlView(Protocol):
+    """What the control API shows; the daemon implements it. Nothing here waits."""
+
+    @property
+    def history(self) -> History:
+        """The handoffs since the start."""
+
+    def status(self) -> Status:
+        """Return the whole of `/v1/status`, as of now."""
+
+    def config(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return `{key: {"value", "source"}}` of every setting, secrets hidden."""
+
+
+def create_control_app(view: ControlView) -> QuartTrio:
+    """Build the ASGI application of the control socket.
+
+    A client that follows ends when it leaves, when `view.history.close()` is called, or when the
+    server's task is cancelled; it holds no task of its own.
+    """
+    app = QuartTrio("onebitd.control")
+    app.config["MAX_CONTENT_LENGTH"] = _MAX_BODY_BYTES
+    app.json.sort_keys = False  # type: ignore[attr-defined] # the default provider has it
+    app.asgi_app = shield_final_send(app.asgi_app)  # type: ignore[method-assign, assignment]
+    app.register_error_handler(HTTPException, _render_error)
+
+    @app.get("/v1/status")
+    async def status() -> Response:
+        return jsonify(view.status().to_json())
+
+    @app.get("/v1/config")
+    async def config() -> Response:
+        return jsonify(view.config())
+
+    @app.get("/v1/handoffs")
+    async def handoffs() -> Response:
+        query = _Query(request.args.to_dict(flat=False))
+        if not query.follow:
+            found = view.history.recent(query.limit, query.outcome, query.since)
+            return jsonify({"handoffs": found})
+        response = Response(_FollowBody(view.history, query), mimetype="application/x-ndjson")
+        response.timeout = None  # or the stream is cut after RESPONSE_TIMEOUT, 60 s
+        return response
+
+    return app
+
+
+class _Query:
+    """The parameters of `/v1/handoffs`, checked."""
+
+    def __init__(self, given: Mapping[str, list[str]]) -> None:
+        for name, values in given.items():
+            if name not in _PARAMETERS:
+                _refuse(f"unknown parameter {name!r}: there are {', '.join(_PARAMETERS)}")
+            if len(values) > 1:
+                _refuse(f"{name} is given {len(values)} times")
+        first = {name: values[0] for name, values in given.items()}
+        self.follow = _follow_of(first.get("follow", "0"))
+        self.outcome = _outcome_of(first.get("outcome"))
+        self.since = _since_of(first.get("since"))
+        default = DEFAULT_LIMIT
+        if self.follow:
+            default = 0 if self.since is None else MAX_LIMIT
+        self.limit = _limit_of(first.get("limit"), default)
+
+
+def _follow_of(text: str) -> bool:
+    if text not in ("0", "1"):
+        _refuse(f"follow={text}: must be 1 or 0")
+    return text == "1"
+
+
+def _outcome_of(text: str | None) -> Outcome | None:
+    if text is None:
+        return None
+    try:
+        return Outcome(text)
+    except ValueError:
+        _refuse(f"outcome={text}: must be one of {', '.join(Outcome)}")
+
+
+def _since_of(text: str | None) -> dt.datetime | None:
+    if text is None:
+        return None
+    try:
+        # A plus sign that was not escaped arrives as a blank.
+        return parse_time(text.replace(" ", "+"))
+    except ValueError as exc:
+        _refuse(f"since: {exc}")
+
+
+def _limit_of(text: str | None, default: int) -> int:
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) <= MAX_LIMIT):
+        _refuse(f"limit={text}: must be a number from 0 to {MAX_LIMIT}")
+    return int(text)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise BadRequest(message)
+
+
+class _FollowBody(ResponseBody):
+    """Body of a followed reply: one JSON object a line.
+
+    A class and not a generator: when the client leaves in the middle of a send, nothing but
+    `__aexit__` is sure to run.
+    """
+
+    def __init__(self, history: History, query: _Query) -> None:
+        self._history = history
+        self._query = query
+        self._first: list[dict[str, Any]] = []
+        self._follower: Follower | None = None
+
+    async def __aenter__(self) -> Self:
+        query = self._query
+        self._follower = await self._history.follow(query.outcome).__aenter__()
+        self._first = self._history.recent(query.limit, query.outcome, query.since)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._follower is not None:
+            await self._follower.__aexit__(exc_type, exc, traceback)
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._first:
+            lines, self._first = self._first, []
+            return b"".join(map(_line_of, lines))
+        return _line_of(await anext(cast("Follower", self._follower)))
+
+
+def _line_of(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
+
+
+def _render_error(error: HTTPException) -> Response:
+    code = error.code or 500
+    message = error.description or error.name
+    if isinstance(error, NotFound):
+        message = (
+            f"no such endpoint: {request.path}; this onebitd has GET /v1/status,"
+            " GET /v1/handoffs and GET /v1/config"
+        )
+    elif isinstance(error, MethodNotAllowed):
+        message = f"{request.method} is not allowed on {request.path}: use GET"
+    elif code >= 500:
+        message = "onebitd failed to answer; its log says why"
+    body = {"error": {"message": message, "type": _TYPES.get(code, "server_error"), "code": code}}
+    response = jsonify(body)
+    response.status_code = code
+    if isinstance(error, MethodNotAllowed) and error.valid_methods:
+        response.headers["Allow"] = ", ".join(sorted(error.valid_methods))
+    return response

@@ -1,0 +1,130 @@
+"""A control socket with the real application behind the real server, for the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, cast
+
+import hypercorn.config
+import hypercorn.trio
+import trio
+from hypercorn.typing import ASGIFramework
+
+from onebitd.core.control_api import (
+    BackendStatus,
+    LockStatus,
+    ModelStatus,
+    ProviderStatus,
+    QueueStatus,
+    SlotStatus,
+    Status,
+)
+from onebitd.core.handoff import HandoffRecord, Outcome
+from onebitd.services.history import History
+
+
+def make_status(**changes: Any) -> Status:
+    """Return the status of a daemon with nothing wrong."""
+    fields: dict[str, Any] = {
+        "version": "0.1.0",
+        "instance": "qwen",
+        "pid": 4242,
+        "uptime_s": 7512.3,
+        "state": "ready",
+        "state_detail": None,
+        "listen": ["http://127.0.0.1:8000"],
+        "model": ModelStatus("qwen3-4b", "/models/qwen3-4b-q4_k_m.gguf", 8192, 2, "kv, 36 layers"),
+        "backend": BackendStatus(4243, "ready", 0, None, "b10068", ["CPU"], 851_443_712),
+        "provider": ProviderStatus("/usr/lib/onebit/npu-prefill", "idle", "closed", 0, None),
+        "lock": LockStatus("/tmp/1bit-npu-device.lock", False, None, "handoff", None),
+        "slot": SlotStatus(False, None, None, None),
+        "queue": QueueStatus(0, 64),
+    }
+    history = changes.pop("history", None) or History()
+    return Status(**(fields | changes), handoffs=history.counts())
+
+
+def make_record(number: int = 0, outcome: Outcome = Outcome.USED, **more: Any) -> HandoffRecord:
+    """Return a finished record of second `number`."""
+    fields: dict[str, Any] = {
+        "request_id": f"r{number}",
+        "time": f"2026-05-01T12:{number // 60:02}:{number % 60:02}.000Z",
+        "instance": "qwen",
+        "model": "qwen3-4b",
+        "path": "/v1/chat/completions",
+        "stream": True,
+        "outcome": outcome,
+        "prompt_tokens": 307,
+    }
+    return HandoffRecord(**(fields | more))
+
+
+class FakeView:
+    """A daemon's view whose status is what the test put there."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.changes: dict[str, Any] = {}
+        self.broken = False
+
+    def status(self) -> Status:
+        """Return a healthy status with the test's changes, or fail."""
+        if self.broken:
+            raise RuntimeError("planted")
+        return make_status(history=self.history, **self.changes)
+
+    def config(self) -> dict[str, dict[str, Any]]:
+        """Return four settings."""
+        return {
+            "model.path": {"value": "/models/qwen3-4b-q4_k_m.gguf", "source": "flag --model"},
+            "http.port": {"value": 8000, "source": "default"},
+            "backend.args": {"value": ["--threads", "4"], "source": "file"},
+            "provider.elfs": {"value": None, "source": "default"},
+        }
+
+
+@contextlib.asynccontextmanager
+async def serve_unix(app: object, path: Path) -> AsyncGenerator[trio.CancelScope]:
+    """Serve an ASGI application on a Unix socket at `path`; yield the server's cancel scope."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(os.fspath(path))
+    config = hypercorn.config.Config()
+    config.bind = [f"fd://{listener.detach()}"]
+    config.graceful_timeout = 0.1
+    config.errorlog = None
+    serve = functools.partial(hypercorn.trio.serve, cast("ASGIFramework", app), config, mode="asgi")
+    async with trio.open_nursery() as nursery:
+        await nursery.start(serve)
+        yield nursery.cancel_scope
+        nursery.cancel_scope.cancel()
+
+
+async def talk(path: Path, request: bytes) -> trio.SocketStream:
+    """Connect, send a raw request and return the stream; the caller closes it."""
+    stream = await trio.open_unix_socket(path)
+    await stream.send_all(request)
+    return stream
+
+
+async def read_reply(stream: trio.SocketStream) -> tuple[int, dict[str, str], bytes]:
+    """Read one reply that has a Content-Length: status, headers in lower case, body."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += await _some(stream)
+    head, _, body = data.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
+    while len(body) < int(headers.get("content-length", "0")):
+        body += await _some(stream)
+    return int(first.split()[1]), headers, body
+
+
+async def _some(stream: trio.SocketStream) -> bytes:
+    data = bytes(await stream.receive_some())
+    assert data, "the server closed the connection in the middle of a reply"
+    return data

@@ -1,0 +1,365 @@
+"""`onebitctl` as a program: a child against a served control socket."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from onebitd import __version__
+from onebitd.core.handoff import Outcome, Reason
+from onebitd.surfaces.control_http import create_control_app
+from tests.surfaces.control_server import FakeView, make_record, serve_unix
+
+REPO = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "onebitd.surfaces.cli"]
+INSTANCE = "onebitctl-test"
+UNWANTED = ("trio", "httpx2", "quart", "hypercorn", "structlog", "numpy", "h11", "sdnotify")
+
+
+class Served:
+    """A served control app, and how to reach it from a child."""
+
+    def __init__(self, runtime: Path, view: FakeView) -> None:
+        self.runtime = runtime
+        self.socket = runtime / "onebitd" / INSTANCE / "control.sock"
+        self.view = view
+
+    async def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Run `onebitctl -i INSTANCE ARGUMENTS` to its end."""
+        return await run("-i", INSTANCE, *arguments, XDG_RUNTIME_DIR=str(self.runtime), **environ)
+
+
+@pytest.fixture
+async def served() -> AsyncGenerator[Served]:
+    """The control app on the socket of an instance."""
+    with tempfile.TemporaryDirectory(prefix="ob") as name, trio.fail_after(120):
+        found = Served(Path(name), FakeView())
+        found.socket.parent.mkdir(parents=True)
+        async with serve_unix(create_control_app(found.view), found.socket):
+            yield found
+
+
+def environment(environ: dict[str, str]) -> dict[str, str]:
+    """Return a bare environment with additions."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    return {**kept, "PYTHONPATH": str(REPO), "LC_ALL": "C.UTF-8", "TZ": "UTC", **environ}
+
+
+async def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run `onebitctl ARGUMENTS` to its end."""
+    done = await trio.run_process(
+        [*PROGRAM, *arguments],
+        env=environment(environ),
+        capture_stdout=True,
+        capture_stderr=True,
+        check=False,
+    )
+    return subprocess.CompletedProcess(
+        done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
+    )
+
+
+async def test_status_ready_daemon_is_a_page_and_exit_0(served: Served) -> None:
+    """The page goes to stdout, nothing to stderr, no colour to a pipe."""
+    done = await served.run("status")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("qwen: ready, up 2 h 5 min, http://127.0.0.1:8000\n")
+    assert "\x1b" not in done.stdout
+
+
+async def test_status_degraded_daemon_is_exit_1_with_the_sentence_first(served: Served) -> None:
+    """A script needs only the exit status, a person only the first line; --json has it too."""
+    served.view.changes = {"state": "restarting", "state_detail": "signal 11"}
+    done = await served.run("status")
+    assert done.returncode == 1
+    assert done.stdout.startswith("The decoder is being restarted (signal 11)")
+    done = await served.run("status", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == served.view.status().to_json()
+    assert done.stdout.count("\n") == 1
+
+
+async def test_handoffs_table_is_aligned_and_ends_with_reasons(served: Served) -> None:
+    """One heading, one line a record, newest last, within 100 columns."""
+    served.view.history.add(make_record(1, prefill_ms=88.1, restore_ms=6.4, first_byte_ms=101.2))
+    detail = "x" * 100
+    served.view.history.add(
+        make_record(2, Outcome.FALLBACK, reason=Reason.PROVIDER_EXIT, detail=detail)
+    )
+    done = await served.run("handoffs", COLUMNS="100")
+    assert (done.returncode, done.stderr) == (0, "")
+    header, used, fallback = done.stdout.splitlines()
+    assert header.startswith("TIME ")
+    assert used.startswith("12:00:01  used ")
+    assert fallback.startswith("12:00:02  fallback ")
+    assert len(fallback) == 100
+    done = await served.run("handoffs", "--outcome", "fallback", "-n", "5")
+    assert done.stdout.splitlines()[1].endswith(f"provider_exit: {detail}")
+
+
+async def test_handoffs_json_is_the_records_one_a_line(served: Served) -> None:
+    """The promise to scripts: the daemon's own fields, -n of them."""
+    for number in range(3):
+        served.view.history.add(make_record(number))
+    done = await served.run("handoffs", "--json", "-n", "2")
+    assert [json.loads(line) for line in done.stdout.splitlines()] == served.view.history.recent(2)
+
+
+class Follower:
+    """A child that follows; its lines as they come."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self.process = process
+        self._data = b""
+
+    async def line(self) -> str:
+        """Return the next line of stdout."""
+        assert self.process.stdout is not None
+        while b"\n" not in self._data:
+            more = await self.process.stdout.receive_some()
+            assert more, "the child ended"
+            self._data += more
+        found, _, self._data = self._data.partition(b"\n")
+        return found.decode()
+
+
+@contextlib.asynccontextmanager
+async def following(served: Served, *arguments: str) -> AsyncGenerator[Follower]:
+    """Run `onebitctl handoffs -f`; kill it at the end if it still runs."""
+    process = await trio.lowlevel.open_process(
+        [*PROGRAM, "--socket", str(served.socket), "handoffs", "-f", *arguments],
+        env=environment({}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    async with process.stdout, process.stderr:
+        try:
+            yield Follower(process)
+        finally:
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
+
+
+async def test_handoffs_follow_passes_records_live_and_ends_quietly_with_ctrl_c(
+    served: Served,
+) -> None:
+    """The past first, each new line at once, SIGINT is exit 0 without a word."""
+    served.view.history.add(make_record(0))
+    async with following(served, "--json") as child:
+        assert json.loads(await child.line())["request_id"] == "r0"
+        for number in (1, 2):
+            served.view.history.add(make_record(number))
+            assert json.loads(await child.line())["request_id"] == f"r{number}"
+        child.process.send_signal(signal.SIGINT)
+        assert await child.process.wait() == 0
+        assert child.process.stderr is not None
+        assert await child.process.stderr.receive_some() == b""
+
+
+async def test_handoffs_follow_daemon_that_stops_is_exit_3(served: Served) -> None:
+    """A script that watches learns that there is nothing to watch any more."""
+    async with following(served, "-n", "1") as child:
+        served.view.history.add(make_record(0))
+        assert (await child.line()).startswith("TIME")
+        assert (await child.line()).startswith("12:00:00  used")
+        served.view.history.close()
+        assert await child.process.wait() == 3
+        assert child.process.stderr is not None
+        assert b"ended the connection" in await child.process.stderr.receive_some()
+
+
+async def test_handoffs_reader_that_leaves_is_quiet(served: Served) -> None:
+    """`onebitctl handoffs | head` prints no traceback."""
+    for number in range(1000):
+        served.view.history.add(make_record(number, detail="x" * 200))
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = await trio.run_process(
+            [*PROGRAM, "--socket", str(served.socket), "handoffs", "-n", "1000"],
+            env=environment({}),
+            stdout=write_end,
+            capture_stderr=True,
+            check=False,
+        )
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+async def test_config_shows_values_and_sources(served: Served) -> None:
+    """As a table, and as the daemon's own object."""
+    done = await served.run("config")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split() for line in done.stdout.splitlines()][1] == [
+        "http.port",
+        "8000",
+        "default",
+    ]
+    done = await served.run("config", "--json")
+    assert json.loads(done.stdout) == served.view.config()
+
+
+async def test_lock_asks_the_daemon_for_its_file_and_names_the_holder(served: Served) -> None:
+    """The daemon's configured file, looked at from here: held is exit 0, with the pid."""
+    file = served.runtime / "the.lock"
+    file.write_text(f"bench pid={os.getpid()} start=1\n")
+    status = served.view.status()
+    lock: dict[str, Any] = status.to_json()["lock"] | {"path": str(file)}
+    served.view.changes = {"lock": type(status.lock)(**lock)}
+    held = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = await served.run("lock")
+    finally:
+        os.close(held)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{file}: held by pid {os.getpid()}\n")
+    assert f"owner line: bench pid={os.getpid()}" in done.stdout
+    file.write_text("")
+    assert json.loads((await served.run("lock", "--json")).stdout)["held"] is False
+
+
+async def test_lock_without_a_daemon_looks_at_the_named_file(tmp_path: Path) -> None:
+    """No daemon is needed; a file that is none is exit 1."""
+    done = await run("lock", "--path", str(tmp_path / "absent"))
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/absent: free (no such file yet)\n")
+    done = await run("lock", "--path", str(tmp_path))
+    assert done.returncode == 1
+    assert "problem: it is a directory" in done.stdout
+
+
+async def test_lock_named_daemon_that_does_not_run_says_which_file_it_looks_at() -> None:
+    """The default file is shown, with the reason on stderr."""
+    done = await run("-i", "no-such-test", "lock")
+    assert done.stdout.startswith("/tmp/1bit-npu-device.lock: ")
+    assert "no-such-test" in done.stderr
+    assert "default lock file" in done.stderr
+
+
+async def test_no_daemon_is_exit_3_with_the_next_step(tmp_path: Path) -> None:
+    """One line on stderr, nothing on stdout."""
+    done = await run("-i", "no-such-test", "status", XDG_RUNTIME_DIR=str(tmp_path))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == (
+        "onebitctl: no onebitd runs for the instance no-such-test: start it with"
+        " `systemctl start onebitd@no-such-test`\n"
+    )
+
+
+async def test_instance_after_the_command_works_too(served: Served) -> None:
+    """`onebitctl status -i NAME` is what people type."""
+    done = await run("status", "-i", INSTANCE, XDG_RUNTIME_DIR=str(served.runtime))
+    assert done.returncode == 0
+
+
+@pytest.mark.skipif(
+    Path("/run/onebitd").is_dir(), reason="a system instance would be found as well"
+)
+async def test_without_an_instance_the_only_running_one_is_asked(served: Served) -> None:
+    """One runs: it is meant. Two run: both are listed, exit 2. A dead one does not count."""
+    dead = served.runtime / "onebitd" / "dead" / "control.sock"
+    dead.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(dead))
+        done = await run("status", XDG_RUNTIME_DIR=str(served.runtime))
+        assert done.returncode == 0
+        listener.listen()
+        done = await run("status", XDG_RUNTIME_DIR=str(served.runtime))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"dead ({dead}), {INSTANCE} ({served.socket})" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("stat",), ("reload",), ("handoffs", "-n", "1001"), ("handoffs", "--outcome", "good")],
+)
+async def test_usage_error_is_exit_2_on_stderr(arguments: tuple[str, ...]) -> None:
+    """What does not exist in this version is a usage error too."""
+    done = await run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "onebitctl" in done.stderr
+
+
+async def test_version_names_program_and_version() -> None:
+    """`--version` is one line."""
+    assert (await run("--version")).stdout == f"onebitctl {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("environ", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+async def test_status_on_a_terminal_is_coloured_unless_no_color(
+    served: Served, environ: dict[str, str], coloured: bool
+) -> None:
+    """Colour only where somebody can see it and nobody said no."""
+    ours, theirs = pty.openpty()
+    try:
+        await trio.run_process(
+            [*PROGRAM, "--socket", str(served.socket), "status"],
+            env=environment({"TERM": "xterm", **environ}),
+            stdout=theirs,
+        )
+        page = os.read(ours, 65536).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "ready" in page
+    assert ("\x1b[32mready\x1b[0m" in page) is coloured
+
+
+async def test_full_disk_is_an_error_not_a_traceback(served: Served) -> None:
+    """An answer that cannot be written is exit 1 with the kernel's reason."""
+    full = os.open("/dev/full", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        done = await trio.run_process(
+            [*PROGRAM, "--socket", str(served.socket), "config"],
+            env=environment({}),
+            stdout=full,
+            capture_stderr=True,
+            check=False,
+        )
+    finally:
+        os.close(full)
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"onebitctl: cannot write the answer: ")
+    assert done.stderr.count(b"\n") == 1
+
+
+async def test_import_pulls_in_nothing_of_the_daemon(served: Served) -> None:
+    """It starts fast because it imports neither the daemon nor its web stack."""
+    script = (
+        "import sys; from onebitd.surfaces.cli import main\n"
+        f"main(['--socket', {str(served.socket)!r}, 'status'])\n"
+        f"main(['lock', '--path', '/nonexistent'])\n"
+        "print(*sys.modules, file=sys.stderr)\n"
+    )
+    done = await trio.run_process(
+        [sys.executable, "-c", script],
+        env=environment({}),
+        capture_stdout=True,
+        capture_stderr=True,
+    )
+    loaded = done.stderr.decode().split()
+    assert "onebitd.client" in loaded
+    assert not {name.partition(".")[0] for name in loaded} & set(UNWANTED)
+    assert not [
+        name for name in loaded if name.startswith(("onebitd.services", "onebitd.core.config"))
+    ]

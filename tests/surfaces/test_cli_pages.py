@@ -1,0 +1,256 @@
+"""The pages of `onebitctl`: layout, numbers, and what counts as wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from typing import Any
+
+import pytest
+
+from onebitd.core.control_api import BackendStatus, LastExit, LockStatus, ProviderStatus, SlotStatus
+from onebitd.core.handoff import Outcome, Reason, Route
+from onebitd.services.history import History
+from onebitd.surfaces import cli_pages as pages
+from tests.surfaces.control_server import make_record, make_status
+
+NOW = dt.datetime(2026, 5, 1, 12, 10, 0, tzinfo=dt.UTC)
+
+
+def status_of(**changes: Any) -> dict[str, Any]:
+    """Return a status as the client reads it."""
+    return make_status(**changes).to_json()
+
+
+def backend(**changes: Any) -> BackendStatus:
+    """Return a healthy decoder with changes."""
+    return dataclasses.replace(make_status().backend, **changes)
+
+
+def provider(**changes: Any) -> ProviderStatus:
+    """Return a healthy provider with changes."""
+    return dataclasses.replace(make_status().provider, **changes)
+
+
+def history_of(**counts: int) -> History:
+    """Return a history with so many records of each outcome."""
+    history = History()
+    for outcome, count in counts.items():
+        for number in range(count):
+            history.add(make_record(number, Outcome(outcome)))
+    return history
+
+
+LAST_ERROR = {
+    "time": "2026-05-01T12:09:00.000Z",
+    "reason": "provider_exit",
+    "detail": "status 3: no XDNA device",
+}
+
+
+def test_status_page_nothing_wrong_is_the_documented_page() -> None:
+    """State in one line, then decoder, provider, lock, slot, queue and counters."""
+    history = history_of(used=120, skipped=2)
+    history.add(make_record(3, Outcome.FALLBACK, reason=Reason.PROVIDER_EXIT))
+    status = status_of(
+        history=history,
+        provider=provider(last_error=LAST_ERROR),
+        slot=SlotStatus(True, "decode", "3f9a", 2.13),
+    )
+    assert pages.status_page(status, NOW, colour=False).split("\n") == [
+        "qwen: ready, up 2 h 5 min, http://127.0.0.1:8000",
+        "model     qwen3-4b, /models/qwen3-4b-q4_k_m.gguf",
+        "          context 8192 tokens, state version 2, kv, 36 layers",
+        "decoder   ready, pid 4243, 812 MiB, llama.cpp b10068, on CPU",
+        "provider  idle, /usr/lib/onebit/npu-prefill",
+        "lock      free, /tmp/1bit-npu-device.lock, taken around each provider run",
+        "slot      busy, decode, request 3f9a, for 2.1 s",
+        "queue     0 waiting, room for 64",
+        "handoffs  used 120, wasted 0, fallback 1, skipped 2, failed 0, cancelled 0",
+        "reasons   provider_exit 1",
+        "last fail 1 min ago, provider_exit: status 3: no XDNA device",
+    ]
+    assert pages.is_fine(status, NOW)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"state": "failed", "state_detail": "it ended 5 times"}, "failed (it ended 5 times)"),
+        (
+            {"state": "restarting", "backend": backend(last_exit=LastExit("x", "signal 11"))},
+            "being restarted (signal 11); until it is ready, requests get 503",
+        ),
+        ({"state": "draining"}, "onebitd is stopping"),
+        (
+            {"backend": backend(restarts=1, last_exit=LastExit("2026-05-01T12:05:00Z", "sig 9"))},
+            "ended unexpectedly 5 min ago (sig 9) and was restarted",
+        ),
+        ({"provider": provider(state="stuck")}, "cannot be killed"),
+        ({"provider": provider(breaker="open")}, "its breaker is open"),
+        ({"lock": LockStatus("/l", False, None, "handoff", "it is a fifo")}, "/l: it is a fifo"),
+        (
+            {"provider": provider(consecutive_failures=3, last_error=LAST_ERROR)},
+            "The last 3 handoffs failed, the last with provider_exit",
+        ),
+        (
+            {
+                "provider": provider(
+                    consecutive_failures=4, last_error=LAST_ERROR | {"reason": "lock_busy"}
+                )
+            },
+            "`onebitctl lock` names who has the device",
+        ),
+        (
+            {
+                "history": history_of(used=4, fallback=6),
+                "provider": provider(consecutive_failures=1, last_error=LAST_ERROR),
+            },
+            "6 of 10 handoffs failed",
+        ),
+    ],
+)
+def test_status_page_something_wrong_says_so_first(changes: dict[str, Any], words: str) -> None:
+    """The first lines are the sentence, the exit status is 1, and the page stays in its columns."""
+    status = status_of(**changes)
+    page = pages.status_page(status, NOW, colour=False)
+    head, _, rest = page.partition("\n\n")
+    assert words in " ".join(head.split("\n"))
+    assert rest.startswith("qwen: ")
+    assert max(map(len, page.split("\n"))) <= pages.PAGE_COLUMNS
+    assert not pages.is_fine(status, NOW)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"backend": backend(restarts=1, last_exit=LastExit("2026-05-01T11:50:00Z", "sig 9"))},
+        {"provider": provider(consecutive_failures=2, last_error=LAST_ERROR)},
+        {"history": history_of(used=1, fallback=20), "provider": provider()},
+        {"provider": ProviderStatus(None, "none", "closed", 0, None)},
+    ],
+)
+def test_find_problems_past_or_single_faults_are_none(changes: dict[str, Any]) -> None:
+    """What is over, or happened once or twice, does not raise an alarm."""
+    assert pages.find_problems(status_of(**changes), NOW) == []
+
+
+def test_status_page_loading_is_not_fine_and_not_wrong() -> None:
+    """A model that loads is no fault, and not ready either."""
+    status = status_of(state="loading", state_detail="50 %", backend=backend(state="LOADING"))
+    page = pages.status_page(status, NOW, colour=False)
+    assert page.startswith("qwen: loading (50 %), up ")
+    assert not pages.is_fine(status, NOW)
+
+
+def test_status_page_long_values_wrap_under_their_column() -> None:
+    """Nothing passes column 80, nothing is left out."""
+    long = "/var/lib/models/" + "x" * 120 + ".gguf"
+    model = dataclasses.replace(make_status().model, path=long)
+    page = pages.status_page(status_of(model=model), NOW, colour=False)
+    assert max(map(len, page.split("\n"))) <= pages.PAGE_COLUMNS
+    assert long in page.replace("\n          ", "")
+
+
+@pytest.mark.parametrize("status", [{}, {"state": "ready", "backend": None, "handoffs": {}}])
+def test_status_page_daemon_of_another_version_is_still_shown(status: dict[str, Any]) -> None:
+    """Missing and unknown fields are no traceback."""
+    assert "decoder   ?" in pages.status_page(status, NOW, colour=True)
+
+
+def test_status_page_hostile_text_cannot_move_the_cursor() -> None:
+    """Details quote other programs; their escapes are made harmless."""
+    error = LAST_ERROR | {"detail": "a\x1b[2Jb\nc"}
+    page = pages.status_page(status_of(provider=provider(last_error=error)), NOW, colour=False)
+    assert "a?[2Jb c" in page
+
+
+def test_handoff_row_file_route_is_aligned_under_its_header() -> None:
+    """Counts and times end under their headings."""
+    record = make_record(
+        evaluated_tokens=1, prefill_ms=88.1, restore_ms=6.4, first_byte_ms=1012.0
+    ).fields()
+    header, row = pages.handoffs_header(None), pages.handoff_row(record, None, colour=False)
+    assert header.split() == [
+        "TIME",
+        "OUTCOME",
+        "PROMPT",
+        "EVAL",
+        "PREFILL",
+        "RESTORE",
+        "FIRST",
+        "BYTE",
+        "REASON",
+    ]
+    assert row.split()[1:] == ["used", "307", "1", "88.1", "ms", "6.40", "ms", "1.01", "s"]
+    for heading, value in (("PROMPT", "307"), ("PREFILL", "88.1 ms"), ("FIRST BYTE", "1.01 s")):
+        assert header.index(heading) + len(heading) == row.index(value) + len(value)
+
+
+def test_handoff_row_shared_route_restore_is_share_and_adopt() -> None:
+    """The column holds what the transfer cost, whatever the route."""
+    record = make_record(route=Route.SHARED, share_ms=0.4, adopt_ms=0.05).fields()
+    assert "0.45 ms" in pages.handoff_row(record, None, colour=False)
+
+
+def test_handoff_row_long_detail_is_cut_to_the_width_only_when_there_is_one() -> None:
+    """A terminal gets one line a handoff, a pipe gets everything."""
+    record = make_record(
+        outcome=Outcome.FALLBACK, reason=Reason.BAD_STATE, detail="x" * 200
+    ).fields()
+    row = pages.handoff_row(record, 100, colour=False)
+    assert len(row) == 100
+    assert row.endswith("x…")
+    assert "bad_state: " + "x" * 200 in pages.handoff_row(record, None, colour=False)
+    assert len(pages.handoffs_header(100)) <= 100
+
+
+def test_config_page_is_key_value_source() -> None:
+    """Unset, lists, tables and booleans read like what they are."""
+    page = pages.config_page(
+        {
+            "a.b": {"value": None, "source": "default"},
+            "long.key": {"value": ["-t", "4"], "source": "file"},
+            "c": {"value": True, "source": "flag --c"},
+            "d": {"value": {"A": "1"}, "source": "file"},
+        }
+    )
+    assert [line.split() for line in page.split("\n")] == [
+        ["a.b", "-", "default"],
+        ["long.key", "-t", "4", "file"],
+        ["c", "true", "flag", "--c"],
+        ["d", "A=1", "file"],
+    ]
+    starts = [
+        line.index(word)
+        for line, word in zip(page.split("\n"), ("def", "fi", "fl", "fi"), strict=True)
+    ]
+    assert len(set(starts)) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "?"),
+        (-3, "0.0 s"),
+        (0.42, "0.4 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (60, "1 min"),
+        (200, "3 min 20 s"),
+        (3600, "1 h"),
+        (7512, "2 h 5 min"),
+        (90000, "1 d 1 h"),
+    ],
+)
+def test_duration_reads_like_a_person_would_say_it(seconds: float | None, text: str) -> None:
+    """Two units at most."""
+    assert pages.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 MiB"), (851_443_712, "812 MiB"), (13_207_024_435, "12.3 GiB")]
+)
+def test_mebibytes_switches_to_gibibytes_when_large(size: int, text: str) -> None:
+    """Three or four digits at most."""
+    assert pages.mebibytes(size) == text

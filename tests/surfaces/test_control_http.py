@@ -1,0 +1,284 @@
+"""The control API over a real socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from onebitd.core.handoff import Outcome, Reason
+from onebitd.services.history import FOLLOWER_RECORDS
+from onebitd.surfaces.control_http import create_control_app
+from tests.surfaces.control_server import FakeView, make_record, read_reply, serve_unix, talk
+
+
+class Control:
+    """A served control app and its view."""
+
+    def __init__(self, path: Path, view: FakeView, scope: trio.CancelScope) -> None:
+        self.path = path
+        self.view = view
+        self.server_scope = scope
+
+    async def ask(self, target: str, method: str = "GET") -> tuple[int, dict[str, str], Any]:
+        """Send one request; return status, headers and the JSON of the reply."""
+        stream = await talk(self.path, f"{method} {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        async with stream:
+            status, headers, body = await read_reply(stream)
+        assert headers["content-type"] == "application/json"
+        return status, headers, json.loads(body)
+
+    async def follow(self, query: str = "") -> Follow:
+        """Open a followed reply and wait for its head."""
+        head = f"GET /v1/handoffs?follow=1{query} HTTP/1.0\r\n\r\n"
+        follow = Follow(await talk(self.path, head.encode()))
+        await follow.read_head()
+        return follow
+
+
+class Follow:
+    """A followed reply; HTTP/1.0, so its body is the bare lines."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self.stream = stream
+        self._data = b""
+
+    async def _until(self, mark: bytes) -> bytes:
+        while mark not in self._data:
+            more = bytes(await self.stream.receive_some())
+            if not more:
+                raise EOFError
+            self._data += more
+        found, _, self._data = self._data.partition(mark)
+        return found
+
+    async def read_head(self) -> None:
+        """Read up to the body."""
+        head = await self._until(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200"), head
+        assert b"application/x-ndjson" in head.lower()
+
+    async def line(self) -> dict[str, Any]:
+        """Read one line; EOFError when the reply has ended."""
+        found: dict[str, Any] = json.loads(await self._until(b"\n"))
+        return found
+
+
+@pytest.fixture
+async def control(tmp_path: Path) -> AsyncGenerator[Control]:
+    """The control app on a socket."""
+    view = FakeView()
+    path = tmp_path / "control.sock"
+    with trio.fail_after(60):
+        async with serve_unix(create_control_app(view), path) as scope:
+            yield Control(path, view, scope)
+
+
+async def wait_followers(view: FakeView, number: int) -> None:
+    """Wait until the history has so many followers."""
+    while len(view.history._followers) != number:  # noqa: ASYNC110 - the history tells nobody
+        await trio.sleep(0.005)
+
+
+async def test_status_is_the_whole_of_the_dataclass_in_its_order(control: Control) -> None:
+    """`/v1/status` says everything that the daemon knows, unsorted."""
+    control.view.history.add(make_record(0, Outcome.FALLBACK, reason=Reason.LOCK_BUSY))
+    status, _, body = await control.ask("/v1/status")
+    assert status == 200
+    assert body == control.view.status().to_json()
+    assert list(body)[:5] == ["version", "instance", "pid", "uptime_s", "state"]
+    assert body["handoffs"]["by_reason"] == {"lock_busy": 1}
+
+
+async def test_config_is_value_and_source_of_each_key(control: Control) -> None:
+    """`/v1/config` relays the view's mapping in the order of the settings."""
+    status, _, body = await control.ask("/v1/config")
+    assert status == 200
+    assert body == control.view.config()
+    assert list(body) == list(control.view.config())
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("", [f"r{number}" for number in range(5, 25)]),
+        ("?limit=2", ["r23", "r24"]),
+        ("?limit=0", []),
+        ("?limit=1000&outcome=fallback", ["r0", "r10", "r20"]),
+        ("?since=2026-05-01T12:00:23Z", ["r23", "r24"]),
+        ("?since=2026-05-01T14:00:23%2B02:00", ["r23", "r24"]),
+        ("?since=2026-05-01T14:00:23+02:00", ["r23", "r24"]),
+        ("?follow=0&limit=1", ["r24"]),
+    ],
+)
+async def test_handoffs_with_parameters_returns_the_newest_that_match(
+    control: Control, query: str, expected: list[str]
+) -> None:
+    """Twenty by default; limit, outcome and since narrow it; the newest is last."""
+    for number in range(25):
+        outcome = Outcome.USED if number % 10 else Outcome.FALLBACK
+        control.view.history.add(make_record(number, outcome))
+    status, _, body = await control.ask(f"/v1/handoffs{query}")
+    assert status == 200
+    assert [record["request_id"] for record in body["handoffs"]] == expected
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("limit=-1", "limit=-1: must be a number from 0 to 1000"),
+        ("limit=1001", "limit=1001"),
+        ("limit=ten", "limit=ten"),
+        ("limit=", "limit="),
+        ("limit=%D9%A3", "must be a number"),
+        ("limit=1&limit=2", "limit is given 2 times"),
+        ("outcome=bad", "must be one of used, wasted, fallback, skipped, failed, cancelled"),
+        ("since=yesterday", "'yesterday' is no RFC 3339 time such as"),
+        ("since=2026-05-01T00:00:00", "no RFC 3339 time"),
+        ("follow=yes", "follow=yes: must be 1 or 0"),
+        ("follow=1&limit=x", "limit=x"),
+        ("folow=1", "unknown parameter 'folow': there are limit, outcome, since, follow"),
+    ],
+)
+async def test_handoffs_bad_parameter_is_a_400_that_names_it(
+    control: Control, query: str, words: str
+) -> None:
+    """A value that cannot be meant is refused with a sentence, never replaced by a default."""
+    status, _, body = await control.ask(f"/v1/handoffs?{query}")
+    assert status == 400
+    assert words in body["error"]["message"]
+    assert body["error"]["type"] == "invalid_request_error"
+    assert body["error"]["code"] == 400
+
+
+async def test_unknown_path_is_a_json_404_that_lists_what_there_is(control: Control) -> None:
+    """A later version's endpoint gets a clear answer from this one."""
+    status, _, body = await control.ask("/v1/reload", "POST")
+    assert status == 404
+    assert body["error"]["type"] == "not_found_error"
+    assert "/v1/reload" in body["error"]["message"]
+    assert "GET /v1/status" in body["error"]["message"]
+
+
+async def test_wrong_method_is_a_json_405_that_says_which(control: Control) -> None:
+    """The control API only reads."""
+    status, headers, body = await control.ask("/v1/status", "POST")
+    assert (status, body["error"]["code"]) == (405, 405)
+    assert "use GET" in body["error"]["message"]
+    assert "GET" in headers["allow"]
+
+
+async def test_failing_view_is_a_json_500_that_does_not_tell_the_exception(
+    control: Control, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bug goes to the log, not to the client; the next request is served."""
+    control.view.broken = True
+    status, _, body = await control.ask("/v1/status")
+    assert (status, body["error"]["type"]) == (500, "server_error")
+    assert "planted" not in json.dumps(body)
+    assert "planted" in caplog.text
+    control.view.broken = False
+    assert (await control.ask("/v1/status"))[0] == 200
+
+
+async def test_follow_passes_each_record_as_it_comes(control: Control) -> None:
+    """Nothing of the past without `limit`; then one JSON object a line, at once."""
+    control.view.history.add(make_record(0))
+    follow = await control.follow()
+    async with follow.stream:
+        await wait_followers(control.view, 1)
+        for number in (1, 2):
+            control.view.history.add(make_record(number))
+            assert (await follow.line())["request_id"] == f"r{number}"
+
+
+async def test_follow_with_a_limit_starts_with_the_last_records(control: Control) -> None:
+    """The past and the present join without a gap or a repetition; the filter holds for both."""
+    for number in range(6):
+        outcome = Outcome.USED if number % 2 else Outcome.FALLBACK
+        control.view.history.add(make_record(number, outcome))
+    follow = await control.follow("&limit=2&outcome=used")
+    async with follow.stream:
+        assert [(await follow.line())["request_id"] for _ in range(2)] == ["r3", "r5"]
+        control.view.history.add(make_record(6, Outcome.FALLBACK))
+        control.view.history.add(make_record(7))
+        assert (await follow.line())["request_id"] == "r7"
+
+
+async def test_follow_since_without_a_limit_starts_there(control: Control) -> None:
+    """A client that comes back says what it has seen."""
+    for number in range(4):
+        control.view.history.add(make_record(number))
+    follow = await control.follow("&since=2026-05-01T12:00:02Z")
+    async with follow.stream:
+        assert [(await follow.line())["request_id"] for _ in range(2)] == ["r2", "r3"]
+
+
+async def test_follow_client_that_leaves_is_forgotten(control: Control) -> None:
+    """No follower and no task stays behind, idle or not."""
+    follow = await control.follow()
+    await wait_followers(control.view, 1)
+    await follow.stream.aclose()
+    await wait_followers(control.view, 0)
+
+
+async def test_follow_client_that_does_not_read_loses_records_and_is_told(
+    control: Control,
+) -> None:
+    """The daemon neither waits nor keeps everything: `{"lost": N}` stands where N are missing."""
+    follow = await control.follow()
+    async with follow.stream:
+        await wait_followers(control.view, 1)
+        for number in range(FOLLOWER_RECORDS + 3):
+            control.view.history.add(make_record(number))
+        kept = 0
+        while "lost" not in (line := await follow.line()):
+            assert line["request_id"] == f"r{kept}"
+            kept += 1
+    assert line == {"lost": FOLLOWER_RECORDS + 3 - kept}
+    assert kept >= FOLLOWER_RECORDS
+
+
+async def test_follow_history_closed_ends_the_reply(control: Control) -> None:
+    """At a stop the stream ends after its last record, and the server closes the connection."""
+    follow = await control.follow()
+    async with follow.stream:
+        await wait_followers(control.view, 1)
+        control.view.history.add(make_record(1))
+        control.view.history.close()
+        assert (await follow.line())["request_id"] == "r1"
+        with pytest.raises(EOFError):
+            await follow.line()
+
+
+async def test_follow_server_cancelled_ends_the_reply(tmp_path: Path) -> None:
+    """A cancel of the server's task is enough; no follower outlives it."""
+    view = FakeView()
+    with trio.fail_after(30):
+        async with serve_unix(create_control_app(view), tmp_path / "s") as scope:
+            follow = await Control(tmp_path / "s", view, scope).follow()
+            await wait_followers(view, 1)
+        async with follow.stream:
+            assert not view.history._followers
+            with pytest.raises((EOFError, trio.BrokenResourceError)):
+                await follow.line()
+
+
+async def test_follow_stream_is_not_cut_by_the_response_timeout(tmp_path: Path) -> None:
+    """A follower may be idle for longer than Quart gives a reply (60 s; here almost nothing)."""
+    view = FakeView()
+    app = create_control_app(view)
+    app.config["RESPONSE_TIMEOUT"] = 0.01
+    with trio.fail_after(30):
+        async with serve_unix(app, tmp_path / "s") as scope:
+            control = Control(tmp_path / "s", view, scope)
+            follow = await control.follow()
+            async with follow.stream:
+                await wait_followers(view, 1)
+                await trio.sleep(0.1)
+                view.history.add(make_record(1))
+                assert (await follow.line())["request_id"] == "r1"
