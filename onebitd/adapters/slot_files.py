@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import shutil
@@ -214,19 +213,35 @@ def _refuse_writers(descriptor: int) -> None:
             ) from error
 
 
+class _OpenFile:
+    """A file as `state_file` reads it: by pread, not by mapping.
+
+    A page that somebody truncates away under a mapping is a SIGBUS, which no daemon survives.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._size = os.fstat(descriptor).st_size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: slice) -> bytes:
+        start, stop, _ = index.indices(self._size)
+        return os.pread(self._descriptor, max(0, stop - start), start)
+
+
 def _check(
     descriptor: int, layout: state_file.Layout, tokens: tuple[int, ...], swa_window: int | None
 ) -> None:
     try:
-        size = os.fstat(descriptor).st_size
-        if size == 0:
-            raise HandoffError(Reason.BAD_STATE, "the state file is empty")
-        # Not closed here: a refusal's traceback may still hold views of it, which keep it alive
-        # until they go.
-        mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
-        state_file.check(mapped, layout, tokens, swa_window=swa_window)
+        state_file.check(_OpenFile(descriptor), layout, tokens, swa_window=swa_window)
     except StateFileError as error:
         raise HandoffError(Reason.BAD_STATE, str(error)) from error
+    except OSError as error:
+        raise HandoffError(
+            Reason.BAD_STATE, f"the state file cannot be read: {error.strerror}"
+        ) from error
     finally:
         os.close(descriptor)
 

@@ -1,0 +1,195 @@
+"""`make bench`: what a handoff costs, side by side with the decoder alone, in one run.
+
+The machine's speed cancels out of the ratios; absolute figures are this machine's, now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.bench.measure import Streamed, median, stream, table
+from tests.harness import RunningDaemon, running_onebitd
+from tests.llama_builds import (
+    CPU_ONLY,
+    DEMO_PROGRAM,
+    MODELS,
+    LlamaClient,
+    UnixConnection,
+    running_program,
+)
+
+COMPLETIONS = "/v1/completions"
+PARTS = ("queue", "template", "tokenize", "lock", "provider_wall", "check", "restore")
+CONTEXT = 4096
+
+
+def prompt_of(client: LlamaClient, tokens: int) -> list[int]:
+    """Return a prompt of exactly so many ids."""
+    text = "The quick brown fox jumps over the lazy dog and runs into the deep green forest. "
+    ids = client.tokenize(text * (tokens // 10 + 1))
+    assert len(ids) >= tokens
+    return ids[:tokens]
+
+
+def chat_of(client: LlamaClient, tokens: int) -> str:
+    """Return a user message that makes a chat of about so many prompt tokens."""
+    text = "The quick brown fox jumps over the lazy dog and runs into the deep green forest. "
+    per_repeat = len(client.tokenize(text * 11)) - len(client.tokenize(text))
+    return text * max(1, round((tokens - 40) * 10 / per_repeat))
+
+
+def direct_stream(client: LlamaClient, path: str, body: dict[str, Any]) -> Streamed:
+    """Ask the decoder alone, from an empty slot."""
+    client.slot_action("erase", "")
+    return stream(UnixConnection(client.socket, 600.0), path, body)
+
+
+def handoff_rows(
+    daemon: RunningDaemon, direct: LlamaClient, lengths: list[int], rounds: int
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Measure the first byte by prompt length: cold, and through the handoff, interleaved."""
+    rows, parts_rows = [], []
+    path = "/v1/chat/completions"
+    for length in lengths:
+        message = chat_of(direct, length)
+        cold: list[float] = []
+        ours: list[float] = []
+        tax: list[float] = []
+        last_token: list[float] = []
+        parts: dict[str, list[float]] = {name: [] for name in PARTS}
+        prompt_tokens = 0
+        for number in range(rounds):
+            # A prefix of its own, so that nothing is found in the slot of the round before.
+            content = f"Round {number} of {length}. {message}"
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+            body |= {"temperature": 0}
+            cold.append(direct_stream(direct, path, body).first_byte_ms)
+            before = len(daemon.handoffs())
+            seen = stream(daemon.connect(600.0), path, body)
+            record = daemon.last_handoff(before + 1)
+            assert record["outcome"] == "used", record
+            prompt_tokens = record["prompt_tokens"]
+            for name in PARTS:
+                parts[name].append(record.get(f"{name}_ms", 0.0))
+            last_token.append(seen.timings["prompt_ms"])
+            ours.append(seen.first_byte_ms)
+            tax.append(
+                seen.first_byte_ms
+                - record["provider_wall_ms"]
+                - record["restore_ms"]
+                - seen.timings["prompt_ms"]
+            )
+        rows.append(
+            [
+                str(prompt_tokens),
+                f"{median(cold):.1f}",
+                f"{median(ours):.1f}",
+                f"{median(ours) / median(cold):.2f}",
+                f"{median(tax):.1f}",
+                f"{median(tax) / median(cold):.3f}",
+            ]
+        )
+        parts_rows.append(
+            [str(prompt_tokens)]
+            + [f"{median(parts[name]):.2f}" for name in PARTS]
+            + [f"{median(last_token):.1f}"]
+        )
+    return rows, parts_rows
+
+
+def streaming_row(
+    daemon: RunningDaemon, direct: LlamaClient, rounds: int, tokens: int
+) -> list[str]:
+    """Measure streaming: tokens per second, and the added time to first byte, passed through."""
+    prompt = prompt_of(direct, 32)
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"cache_prompt": False}
+    ours: list[Streamed] = []
+    alone: list[Streamed] = []
+    for _ in range(rounds):
+        alone.append(direct_stream(direct, COMPLETIONS, body))
+        ours.append(stream(daemon.connect(600.0), COMPLETIONS, body))
+    rate, rate_alone = (
+        median(one.tokens_per_second for one in ours),
+        median(one.tokens_per_second for one in alone),
+    )
+    first, first_alone = (
+        median(one.first_byte_ms for one in ours),
+        median(one.first_byte_ms for one in alone),
+    )
+    return [
+        f"{tokens} tokens",
+        f"{rate_alone:.1f}",
+        f"{rate:.1f}",
+        f"{rate / rate_alone:.3f}",
+        f"{first_alone:.1f}",
+        f"{first - first_alone:.2f}",
+    ]
+
+
+def main() -> int:
+    """Run the benchmark and print its tables."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="repeats of each figure")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[300, 1000, 3500])
+    parser.add_argument("--stream-tokens", type=int, default=128)
+    args = parser.parse_args()
+    model = MODELS[0].path
+    arguments = ("-m", str(model), "-c", str(CONTEXT), "-np", "1", "--cache-ram", "0", *CPU_ONLY)
+    shared_memory = Path("/dev/shm")
+    tmpfs = tempfile.mkdtemp(prefix="onebitd-bench-", dir=shared_memory)
+    say: Callable[[str], None] = print
+    try:
+        with (
+            running_program(DEMO_PROGRAM, arguments) as direct,
+            running_onebitd(
+                model=model,
+                llama_server=DEMO_PROGRAM,
+                provider=Path(sys.executable).with_name("onebit-prefill-llama"),
+                backend_args=["-c", str(CONTEXT), *CPU_ONLY],
+                config=f'[handoff]\nstate_dir = "{tmpfs}"\n',
+                env={
+                    "ONEBIT_PREFILL_LLAMA_SERVER": str(DEMO_PROGRAM),
+                    "ONEBIT_PREFILL_LLAMA_ARGS": " ".join(CPU_ONLY),
+                },
+            ) as daemon,
+        ):
+            rows, parts = handoff_rows(daemon, direct, args.lengths, args.rounds)
+            say(f"medians of {args.rounds} rounds, milliseconds, state files in tmpfs\n")
+            say(
+                table(
+                    "Chat, time to first byte; tax = first byte less provider, restore and the "
+                    "decoder's own prompt time",
+                    ["prompt", "decoder cold", "handoff", "ratio", "tax", "tax/cold"],
+                    rows,
+                )
+            )
+            say("")
+            say(
+                table(
+                    "The handoff's parts (reference provider: it starts a llama-server each time)",
+                    ["prompt", *(name.removesuffix("_wall") for name in PARTS), "last token"],
+                    parts,
+                )
+            )
+            say("")
+            say(
+                table(
+                    "Streaming, passed through",
+                    ["reply", "alone tok/s", "onebitd", "ratio", "first byte alone", "added"],
+                    [streaming_row(daemon, direct, args.rounds, args.stream_tokens)],
+                )
+            )
+    finally:
+        shutil.rmtree(tmpfs, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

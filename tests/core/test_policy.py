@@ -1,0 +1,86 @@
+"""plan(): when a prompt is handed off."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from onebitd.core.config import Policy
+from onebitd.core.handoff import Reason, Route
+from onebitd.core.policy import (
+    HandOff,
+    Knowledge,
+    Skip,
+    erase_heals,
+    plan,
+    plan_without_prompt,
+)
+from onebitd.core.state_file import KvSection, Layout, RecrSection, Rows
+
+KNOWN = Knowledge(
+    policy=Policy.AUTO, has_provider=True, device="hybrid", unsupported=None, min_tokens=1
+)
+
+
+@pytest.mark.parametrize("policy", [Policy.AUTO, Policy.ALWAYS, Policy.STRICT])
+@pytest.mark.parametrize("tokens", [2, 100, 4095])
+def test_plan_whatever_can_be_handed_off_is(policy: Policy, tokens: int) -> None:
+    """Until there is a cost gate, auto hands off like always."""
+    known = dataclasses.replace(KNOWN, policy=policy)
+    assert plan(known, tokens, 4096) == HandOff(Route.FILE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "ctx", "reason"),
+    [
+        ({"has_provider": False}, 100, 4096, Reason.NO_PROVIDER),
+        ({"policy": Policy.NEVER}, 100, 4096, Reason.POLICY),
+        ({"device": "cpu"}, 100, 4096, Reason.POLICY),
+        ({"device": "hrx"}, 100, 4096, Reason.POLICY),
+        ({"unsupported": "why"}, 100, 4096, Reason.UNSUPPORTED_MODEL),
+        ({}, 1, 4096, Reason.TOO_SHORT),
+        ({}, 0, 4096, Reason.TOO_SHORT),
+        ({"min_tokens": 101}, 100, 4096, Reason.TOO_SHORT),
+        ({}, 4096, 4096, Reason.TOO_LONG),
+        ({}, 5000, 4096, Reason.TOO_LONG),
+    ],
+)
+def test_plan_skips_with_its_reason(
+    changes: dict[str, object], tokens: int, ctx: int, reason: Reason
+) -> None:
+    """Each cause of a skip has its word."""
+    decided = plan(dataclasses.replace(KNOWN, **changes), tokens, ctx)  # type: ignore[arg-type]
+    assert isinstance(decided, Skip)
+    assert decided.reason is reason
+    assert decided.detail
+
+
+def test_plan_unknown_context_leaves_the_limit_to_the_decoder() -> None:
+    """A decoder that did not say its context is asked."""
+    assert plan(KNOWN, 10**6, None) == HandOff(Route.FILE)
+
+
+def test_plan_without_prompt_nothing_against_it_is_none() -> None:
+    """Template and tokenize are worth their time then."""
+    assert plan_without_prompt(KNOWN) is None
+
+
+ROW = Rows(1, 384)
+KV = KvSection(ext_bytes=0, v_trans=False, n_rot_k=None, n_rot_v=None, k=(ROW,), v=(ROW,))
+
+
+@pytest.mark.parametrize(
+    ("sections", "heals"),
+    [
+        ((KV,), True),
+        ((KV, KV), True),
+        ((dataclasses.replace(KV, v_trans=True),), False),
+        ((KV, RecrSection(n_layer=1, rows=(ROW, ROW))), False),
+    ],
+)
+def test_erase_heals_only_plain_caches(
+    sections: tuple[KvSection | RecrSection, ...], heals: bool
+) -> None:
+    """Transposed values and recurrent state outlive an erase."""
+    assert erase_heals(Layout(2, packed_tokens=False, sections=sections)) is heals
