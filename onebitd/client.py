@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import grp
-import http.client
 import json
 import os
 import pwd
@@ -22,12 +21,15 @@ from urllib.parse import urlencode
 
 from onebitd.core import paths
 from onebitd.core.errors import OnebitError, UsageError
+from onebitd.core.http1 import FramingError, body_reader
 
 TIMEOUT_S: Final = 5.0
 """How long a connect or a read may take without progress."""
 
 _PROBE_TIMEOUT_S: Final = 1.0
-_LINE_BYTES: Final = 1 << 20
+_READ_BYTES: Final = 1 << 16
+_HEAD_BYTES: Final = 1 << 16
+_BODY_BYTES: Final = 1 << 26
 
 
 class ClientError(OnebitError):
@@ -92,31 +94,30 @@ class ControlClient:
         `{"lost": N}` stands where the daemon dropped records that were not read in time. Closing
         the iterator closes the connection.
         """
-        with self._ask(_handoffs_target(follow=1, limit=limit, outcome=outcome)) as (conn, answer):
-            if conn.sock is not None:
-                conn.sock.settimeout(None)
+        with self._ask(_handoffs_target(follow=1, limit=limit, outcome=outcome)) as answer:
+            answer.wait_for_ever()
             while line := self._line(answer):
                 yield self._parse(line)
 
     def _object(self, target: str) -> dict[str, Any]:
-        with self._ask(target) as (_, answer), self._translated():
+        with self._ask(target) as answer, self._translated():
             body = answer.read()
         return self._parse(body)
 
     @contextlib.contextmanager
-    def _ask(self, target: str) -> Iterator[tuple[_UnixConnection, http.client.HTTPResponse]]:
-        with contextlib.closing(_UnixConnection(self._path, self._timeout_s)) as connection:
+    def _ask(self, target: str) -> Iterator[_Answer]:
+        with self._translated():
+            connection = _connect(self._path, self._timeout_s)
+        with contextlib.closing(connection):
             with self._translated():
-                connection.request("GET", target)
-                answer = connection.getresponse()
-            with answer:
-                if answer.status != 200:
-                    raise self._refused(answer)
-                yield connection, answer
+                answer = _Answer(connection, target)
+            if answer.status != 200:
+                raise self._refused(answer)
+            yield answer
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Turn what the kernel and http.client raise into our errors."""
+        """Turn what the kernel and the framing raise into our errors."""
         try:
             yield
         except PermissionError:
@@ -130,15 +131,17 @@ class ControlClient:
                 f"onebitd does not answer on {self._path} within {self._timeout_s:g} s:"
                 " look at its log"
             ) from None
-        except http.client.HTTPException as exc:
-            raise self._bad(f"it is not HTTP ({type(exc).__name__})") from exc
+        except FramingError as exc:
+            raise self._bad(f"it is not HTTP ({exc})") from exc
         except OSError as exc:
             raise NoDaemon(f"cannot talk to onebitd on {self._path}: {exc}") from exc
 
-    def _line(self, answer: http.client.HTTPResponse) -> bytes:
-        with contextlib.suppress(http.client.IncompleteRead), self._translated():
-            return answer.readline(_LINE_BYTES)
-        return b""
+    def _line(self, answer: _Answer) -> bytes:
+        try:
+            with self._translated():
+                return answer.readline()
+        except BadAnswer:
+            return b""  # the daemon ended in the middle of a line
 
     def _parse(self, data: bytes) -> dict[str, Any]:
         try:
@@ -149,9 +152,9 @@ class ControlClient:
             raise self._bad("it is not a JSON object")
         return found
 
-    def _refused(self, answer: http.client.HTTPResponse) -> BadAnswer:
+    def _refused(self, answer: _Answer) -> BadAnswer:
         with self._translated():
-            body = answer.read(_LINE_BYTES)
+            body = answer.read()
         try:
             message = json.loads(body)["error"]["message"]
         except (ValueError, KeyError, TypeError):
@@ -162,16 +165,71 @@ class ControlClient:
         return BadAnswer(f"no answer of an onebitd from {self._path}: {why}")
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    """http.client over a Unix socket."""
+class _Answer:
+    """The answer to one GET: its status, and its body as it comes.
 
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path = path
-        self._timeout_s = timeout_s
+    Written by hand because http.client alone takes as long to import as all the rest of
+    `onebitctl` (it brings ssl and email), and a command line must feel instant.
+    """
 
-    def connect(self) -> None:
-        self.sock = _connect(self._path, self._timeout_s)
+    def __init__(self, connection: socket.socket, target: str) -> None:
+        self._connection = connection
+        self._held = bytearray()
+        request = f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        connection.sendall(request.encode("ascii"))
+        while (end := self._held.find(b"\r\n\r\n")) < 0:
+            if len(self._held) > _HEAD_BYTES:
+                raise FramingError("its head has no end")
+            data = connection.recv(_READ_BYTES)
+            if not data:
+                raise FramingError("it ended before its head did")
+            self._held += data
+        head = bytes(self._held[:end]).decode("latin-1").split("\r\n")
+        rest = bytes(self._held[end + 4 :])
+        version, _, status = head[0].partition(" ")
+        if not version.startswith("HTTP/1.") or not status[:3].isdigit():
+            raise FramingError("its first line is no status line")
+        self.status = int(status[:3])
+        self.reason = status[3:].strip()
+        fields = (line.partition(":") for line in head[1:])
+        headers = [
+            (name.lower().encode("latin-1"), value.strip().encode("latin-1"))
+            for name, _, value in fields
+        ]
+        self._reader = body_reader(b"GET", self.status, headers)
+        self._held = bytearray(self._reader.feed(rest))
+
+    def wait_for_ever(self) -> None:
+        """Lift the time limit: the next record may be hours away."""
+        self._connection.settimeout(None)
+
+    def read(self) -> bytes:
+        """Return the rest of the body."""
+        while self._more():
+            if len(self._held) > _BODY_BYTES:
+                raise FramingError("it is too large")
+        return bytes(self._held)
+
+    def readline(self) -> bytes:
+        """Return the next line with its end, or b"" at the end of the body."""
+        while (end := self._held.find(b"\n")) < 0:
+            if len(self._held) > _BODY_BYTES:
+                raise FramingError("it is too large")
+            if not self._more():
+                return b""
+        line = bytes(self._held[: end + 1])
+        del self._held[: end + 1]
+        return line
+
+    def _more(self) -> bool:
+        if self._reader.done:
+            return False
+        data = self._connection.recv(_READ_BYTES)
+        if data:
+            self._held += self._reader.feed(data)
+        else:
+            self._reader.feed_eof()
+        return True
 
 
 class Instance(NamedTuple):

@@ -3,6 +3,9 @@
     OnebitError
     |-- UsageError                exit 2: the command line
     |-- ConfigError               exit 2: the configuration, every problem at once
+    |-- GgufError                 not a GGUF file (core/gguf_header)
+    |-- SpawnError                a program cannot be started (adapters/process)
+    |-- ClientError               a question to the control socket has no answer (client)
     |-- InstanceTaken             exit 3: another process has this instance or port
     |-- BackendFailed             exit 4: the decoder cannot be started or kept running
     |-- BackendError              the decoder did not do what it was asked (adapters/llama_server)
