@@ -182,6 +182,9 @@ class Handoffs:
         lock = self._lock
         if lock is not None:
             with timed(record, "lock_ms"):
+                if lock.held and not lock.still_ours():
+                    log.warning("lock_lost", line=f"{lock.path} was replaced; taking the new one")
+                    lock.release()
                 if not lock.held:
                     await lock.wait_acquired(config.lock.wait_s)
         try:

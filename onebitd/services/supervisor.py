@@ -210,13 +210,16 @@ class Supervisor:
                         f"the decoder died {self._restart_max + 1} times within "
                         f"{RESTART_WINDOW_S:g} s, last: {reason}"
                     )
-                recent = sum(1 for then in self._exit_times if now - then < RESTART_WINDOW_S)
-                await trio.sleep(backoff_s(recent))
+                await trio.sleep(backoff_s(self._recent_exits()))
                 self.restarts += 1
         finally:
             if self.state in (BackendState.BACKOFF, BackendState.STOPPED):
                 self._move(BackendEvent.STOP)
             self._launch.socket_path.unlink(missing_ok=True)
+
+    def _recent_exits(self) -> int:
+        now = time.monotonic()
+        return sum(1 for then in self._exit_times if now - then < RESTART_WINDOW_S)
 
     async def _run_once(self, started: Callable[[], None]) -> str:
         """Start the decoder and wait for its end; return why it ended."""
@@ -417,7 +420,7 @@ class Supervisor:
             return 0.0
         if self._last_load_s is None:
             return None
-        pause_s = backoff_s(max(1, len(self._exit_times)))
+        pause_s = backoff_s(max(1, self._recent_exits()))
         if self.state is BackendState.BACKOFF:
             since = time.monotonic() - self.state_since
             return max(0.0, pause_s - since) + self._last_load_s

@@ -52,6 +52,8 @@ from onebitd.surfaces.public_http import PublicApp
 
 log = structlog.get_logger()
 
+_ONLY_HANDOFFS_NEED: Final = ("provider.", "lock.")
+"""Keys whose faults --check-config reports, but which keep nobody from serving."""
 _BACKLOG: Final = 1024
 _LIST_DEVICES_TIMEOUT_S: Final = 60.0
 _NOTIFY_EVERY_S: Final = 1.0
@@ -73,14 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(problems)
             print(f"onebitd: configuration of instance {config.instance} is fine")  # noqa: T201
             return 0
-        if problems:
-            raise ConfigError(problems)
+        fatal = [line for line in problems if not line.startswith(_ONLY_HANDOFFS_NEED)]
+        if fatal:
+            raise ConfigError(fatal)
         runtime = Path(paths.runtime_dir(config.instance, os.environ, os.geteuid()))
         if args.action == "print-backend":
             launch = plan_launch(config, runtime, os.environ)
             print(shlex.join(launch.argv))  # noqa: T201
             return 0
-        _serve(config, runtime)
+        _serve(config, runtime, warnings=problems)
     except OnebitError as error:
         for line in str(error).splitlines():
             print(f"onebitd: {line}", file=sys.stderr)  # noqa: T201
@@ -90,9 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _serve(config: Config, runtime: Path) -> None:
+def _serve(config: Config, runtime: Path, *, warnings: Sequence[str]) -> None:
     manager = ServiceManager()
     logsetup.configure(config.log.format, config.log.level)
+    for line in warnings:
+        log.warning("handoffs_will_fall_back", line=line)
     daemon = Daemon(config, runtime, manager, dict(os.environ))
     try:
         trio.run(daemon.run, strict_exception_groups=True)

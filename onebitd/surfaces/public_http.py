@@ -104,6 +104,12 @@ class PublicApp:
                 await client.send_error(_bad_gateway(error), added)
             except ClientGone:
                 return
+            except Exception:
+                log.exception("internal_error", path=client.path, request_id=request_id)
+                await client.send_error(
+                    RequestError(500, "onebitd failed; its log says why", kind="server_error"),
+                    added,
+                )
             finally:
                 self._running.discard(running)
         if running.cancelled_caught:
