@@ -1,0 +1,122 @@
+"""`onebitctl(1)` and `--help` say what the parser takes, all of it and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from onebitd.core.handoff import Outcome
+from onebitd.services.history import FOLLOWER_RECORDS
+from onebitd.surfaces import cli, cli_pages
+
+PAGE = Path(__file__).parents[2] / "man" / "onebitctl.1"
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command."""
+    (action,) = (
+        action
+        for action in cli.build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return dict(action.choices)
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Return every option string of a parser."""
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+def all_options() -> set[str]:
+    """Return every option string of the program."""
+    return options_of(cli.build_parser()).union(*map(options_of, commands().values()))
+
+
+def macro_words(macro: str) -> set[str]:
+    """Return what stands after a macro of mdoc, at the start of a line or inside one."""
+    return set(re.findall(rf"(?:^\.|\s){macro} ([\w-]+)", PAGE.read_text(), re.MULTILINE))
+
+
+def rendered() -> str:
+    """Return the page as text."""
+    if shutil.which("mandoc") is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("mandoc is missing")
+        pytest.skip("mandoc is missing")
+    page = subprocess.run(
+        ["mandoc", "-T", "ascii", os.fspath(PAGE)], capture_output=True, text=True, check=True
+    )
+    return re.sub(r".\x08", "", page.stdout)
+
+
+def test_man_page_options_are_those_of_the_parser() -> None:
+    """Every flag is described, and none that does not exist."""
+    assert {f"-{word}" for word in macro_words("Fl")} == all_options()
+
+
+def test_man_page_commands_are_those_of_the_parser() -> None:
+    """Every command is described, and none that does not exist."""
+    described = macro_words("It Cm")
+    assert described == set(commands())
+    assert macro_words("Cm") - {outcome.value for outcome in Outcome} == set(commands())
+
+
+def test_man_page_rendered_names_every_option_command_and_outcome() -> None:
+    """What the reader sees has them, too; a macro error could hide one."""
+    text = rendered()
+    for word in [*all_options(), *commands(), *Outcome]:
+        assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text), word
+
+
+def test_man_page_examples_parse() -> None:
+    """An example that the program refuses is worse than none."""
+    examples = re.findall(r"^\.Dl \$ onebitctl (.*?)(?: \|.*)?$", PAGE.read_text(), re.MULTILINE)
+    assert len(examples) >= 4
+    for example in examples:
+        cli.build_parser().parse_args(example.split())
+
+
+def test_man_page_numbers_are_those_of_the_program() -> None:
+    """Limits, defaults and exit statuses in the page are the constants."""
+    text = re.sub(r"\s+", " ", rendered())
+    assert f"0 to {cli.MAX_RECORDS}. The default is {cli.LISTED_RECORDS}" in text
+    assert f"it is {cli.FOLLOWED_RECORDS}." in text
+    assert f"more than {FOLLOWER_RECORDS} handoffs behind" in text
+    assert f"less than {cli_pages.RECENT_EXIT_S / 60:.0f} minutes ago" in text
+    statuses = re.findall(r"^\.It (\d+)$", PAGE.read_text(), re.MULTILINE)
+    assert statuses == ["0", "1", "2", "3", "4", "130", "141"]
+
+
+def test_man_page_passes_lint() -> None:
+    """mandoc has nothing to say about it."""
+    rendered()
+    done = subprocess.run(
+        ["mandoc", "-T", "lint", "-W", "warning", os.fspath(PAGE)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("command", ["", "status", "handoffs", "config", "lock"])
+def test_help_names_every_option_with_a_text(command: str) -> None:
+    """`--help` lists each option of the command, and each has words."""
+    parser = commands()[command] if command else cli.build_parser()
+    text = parser.format_help()
+    for option in options_of(parser):
+        assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text), option
+    assert all(action.help for action in parser._actions if action.option_strings)
+
+
+def test_help_lists_every_command() -> None:
+    """The top page names all commands; the parametrized test above covers them all."""
+    text = cli.build_parser().format_help()
+    assert all(re.search(rf"^    {name} ", text, re.MULTILINE) for name in commands())
+    assert set(commands()) == {"status", "handoffs", "config", "lock"}

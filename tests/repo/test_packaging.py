@@ -1,0 +1,112 @@
+"""What is installed: the wheel's content, and the papers that go with the package."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import onebitd
+from tests.llama_builds import ROOT
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+UNREACHABLE = ("No matching distribution found", "Could not find a version", "Connection")
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Build the wheel and return the names in it; skip when its build backend cannot be had."""
+    home = tmp_path_factory.mktemp("wheel")
+    isolation = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps"]
+    done = subprocess.run(
+        [*command, *isolation, "--wheel-dir", str(home), str(ROOT)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        offline = not isolation and any(word in done.stdout for word in UNREACHABLE)
+        if offline and os.environ.get("CI") != "true":
+            pytest.skip("hatchling is not installed and cannot be fetched")
+        pytest.fail(done.stdout, pytrace=False)
+    (path,) = home.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        return wheel.namelist()
+
+
+def test_wheel_carries_man_pages_unit_and_example(wheel_names: list[str]) -> None:
+    """Every page, unit and example of the repository arrives where its readers look."""
+    data = f"onebitd-{onebitd.__version__}.data/data"
+    wanted = [f"{data}/share/man/man{page.suffix[1:]}/{page.name}" for page in pages()]
+    wanted += [f"{data}/lib/systemd/system/{unit.name}" for unit in (ROOT / "units").iterdir()]
+    wanted += [f"{data}/share/onebitd/{example.name}" for example in (ROOT / "etc").iterdir()]
+    assert len(wanted) >= 6
+    assert set(wanted) <= set(wheel_names)
+
+
+def test_wheel_carries_every_module_and_nothing_else(wheel_names: list[str]) -> None:
+    """The package is whole, types included, and neither tests nor tools come along."""
+    sources = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "onebitd").rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+    prefix = f"onebitd-{onebitd.__version__}."
+    inside = {name for name in wheel_names if not name.startswith(prefix)}
+    assert inside == sources
+
+
+def pages() -> list[Path]:
+    """Return the man pages."""
+    return sorted((ROOT / "man").iterdir())
+
+
+def test_version_of_package_is_that_of_pyproject() -> None:
+    """`onebitd --version` says what pip says."""
+    assert onebitd.__version__ == PROJECT["project"]["version"]
+
+
+def dependencies() -> list[str]:
+    """Return the names of the runtime dependencies."""
+    found = [re.match(r"[\w.-]+", line) for line in PROJECT["project"]["dependencies"]]
+    return [match.group() for match in found if match]
+
+
+@pytest.mark.parametrize("name", dependencies())
+def test_runtime_dependency_has_its_reason(name: str) -> None:
+    """DECISIONS.md says of each why it is there."""
+    row = re.search(rf"^\| `{name}` \|(.+)\|$", (ROOT / "DECISIONS.md").read_text(), re.MULTILINE)
+    assert row
+    assert len(row.group(1)) > 40
+
+
+def test_decisions_name_no_dependency_that_is_gone() -> None:
+    """A dependency that was dropped leaves the table too."""
+    text = (ROOT / "DECISIONS.md").read_text()
+    table = text.partition("## Runtime dependencies\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `([\w.-]+)` \|", table, re.MULTILINE)) == set(dependencies())
+
+
+def test_changelog_has_unreleased_on_top() -> None:
+    """Keep a Changelog: what comes next stands first, and not empty."""
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    body = (ROOT / "CHANGELOG.md").read_text().partition("## [Unreleased]\n")[2]
+    assert re.match(r"\s*### (Added|Changed|Deprecated|Removed|Fixed|Security)\n\s*- ", body)
+
+
+def test_license_is_mit_everywhere() -> None:
+    """The file and the metadata say the same."""
+    assert (ROOT / "LICENSE").read_text().startswith("MIT License\n")
+    assert PROJECT["project"]["license"] == "MIT"
+    assert PROJECT["project"]["license-files"] == ["LICENSE"]
