@@ -17,11 +17,13 @@ from typing import Any, Final
 
 import trio
 from hypercorn.config import Config
-from hypercorn.events import Closed, Event, RawData
+from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ASGIFramework, ConnectionState
 from hypercorn.utils import wrap_app
+
+_log = logging.getLogger("hypercorn.error")
 
 _READ_BYTES: Final = 64 * 1024
 _READ_AHEAD_CHUNKS: Final = 4
@@ -50,6 +52,7 @@ class Connection(TCPServer):
         super().__init__(app, config, context, ConnectionState({}), stream)  # type: ignore[arg-type]
         self._write_timeout_s = write_timeout_s
         self._connections = connections
+        self._ended = False
 
     async def run(self) -> None:
         """Serve until the client or we close; one connection's fault is nobody else's."""
@@ -58,6 +61,8 @@ class Connection(TCPServer):
             await super().run()
         except* (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the client is gone
+        except* Exception:  # noqa: BLE001 - what a client sends must not end the server
+            _log.exception("a connection failed")
         finally:
             self._connections.discard(self)
 
@@ -68,7 +73,8 @@ class Connection(TCPServer):
     async def protocol_send(self, event: Event) -> None:
         """Write bounded in time; everything else is hypercorn's."""
         if not isinstance(event, RawData):
-            await super().protocol_send(event)
+            if not (self._ended and isinstance(event, Updated)):
+                await super().protocol_send(event)
             return
         gone = False
         async with self.send_lock:
@@ -94,6 +100,9 @@ class Connection(TCPServer):
             while data := await self._receive():
                 await arrived.send(data)
             nursery.cancel_scope.cancel()
+        # Or the idle task would keep a connection that its client has closed for keep_alive_s.
+        self._ended = True
+        await self.idle_task.stop()
         await self.protocol.handle(Closed())
 
     async def _receive(self) -> bytes:
@@ -135,7 +144,7 @@ class HttpServer:
         config.include_date_header = False  # a relayed reply carries its backend's headers only
         config.include_server_header = False
         config.accesslog = None
-        config.errorlog = logging.getLogger("hypercorn.error")  # or it writes to stderr itself
+        config.errorlog = _log  # or it writes to stderr itself
         self._serve = partial(
             Connection,
             wrap_app(app, config.wsgi_max_body_size, "asgi"),
@@ -146,8 +155,9 @@ class HttpServer:
         )
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; then let finished replies leave, and cut off what is left."""
-        async with trio.open_nursery() as connections:
+        """Serve until cancelled; then let the last of replies leave, and cut off what is left."""
+        async with trio.open_nursery() as nursery:
+            connections = await nursery.start(self._hold_connections)
             try:
                 await self._accept(connections, task_status)
             finally:
@@ -159,6 +169,14 @@ class HttpServer:
                     for connection in tuple(self._connections):
                         connection.abort()
                 connections.cancel_scope.cancel()
+
+    @staticmethod
+    async def _hold_connections(*, task_status: trio.TaskStatus[trio.Nursery]) -> None:
+        """Keep the connections' tasks out of the reach of the cancel that stops the server."""
+        async with trio.open_nursery() as connections:
+            connections.cancel_scope.shield = True
+            task_status.started(connections)
+            await trio.sleep_forever()
 
     async def _accept(self, connections: trio.Nursery, task_status: trio.TaskStatus[None]) -> None:
         listeners = [

@@ -16,7 +16,13 @@ from typing import Any, Final
 import h11
 import trio
 
-from onebitd.core.errors import BackendError, BackendGone, BackendRefused, BackendTimeout
+from onebitd.core.errors import (
+    BackendError,
+    BackendGone,
+    BackendRefused,
+    BackendTimeout,
+    RequestError,
+)
 from onebitd.core.http1 import BodyReader, FramingError, body_reader
 
 _READ_BYTES: Final = 64 * 1024
@@ -121,6 +127,9 @@ class LlamaServer:
     async def open(self, method: bytes, target: bytes, headers: Headers, body: bytes) -> Reply:
         """Send a request and return its reply once the head has come; no time limit.
 
+        Raises:
+            RequestError: 400, HTTP/1.1 cannot carry this head (an HTTP/2 client sent it).
+
         A cancel, or an error, leaves nothing open.
         """
         stream = await self._connect()
@@ -134,7 +143,10 @@ class LlamaServer:
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             stream.socket.close()
             raise BackendGone("the decoder closed the connection") from error
-        except h11.ProtocolError as error:
+        except h11.LocalProtocolError as error:
+            stream.socket.close()
+            raise RequestError(400, f"the request cannot be passed on: {error}") from error
+        except h11.RemoteProtocolError as error:
             stream.socket.close()
             raise BackendGone(f"the decoder's reply is not HTTP: {error}") from error
         except BaseException:

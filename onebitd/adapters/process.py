@@ -27,7 +27,8 @@ _GUARD_PROGRAM: Final = Path(__file__).with_name("group_guard.py")
 _MAX_LINE_BYTES: Final = 8 * 1024
 """A longer line is cut there; the rest of it is dropped."""
 _READ_BYTES: Final = 64 * 1024
-_GONE_POLL_S: Final = 0.01
+_GONE_FIRST_POLL_S: Final = 0.005
+_GONE_LAST_POLL_S: Final = 0.5
 
 
 class SpawnError(OnebitError):
@@ -144,14 +145,18 @@ class Child:
             os.killpg(self.pid, number)
 
     def group_is_gone(self) -> bool:
-        """Say whether no process of the group is left (zombies of others' count as left)."""
+        """Say whether no process of the group runs any more.
+
+        A zombie does not run: where process 1 reaps nobody (a container without an init), a killed
+        grandchild stays one for ever.
+        """
         try:
             os.killpg(self.pid, 0)
         except ProcessLookupError:
             return True
         except PermissionError:
             return False
-        return False
+        return not _has_running_member(self.pid)
 
     async def stop(self, *, term_grace_s: float, kill_grace_s: float) -> bool:
         """End the whole group: SIGTERM, a grace, SIGKILL, another grace.
@@ -175,11 +180,28 @@ class Child:
     async def wait_gone(self) -> None:
         """Wait until the leader has been reaped and its group is empty; then drop the guard."""
         await self.wait()
-        while not self.group_is_gone():  # noqa: ASYNC110 - the kernel has no event for it
-            await trio.sleep(_GONE_POLL_S)
+        pause_s = _GONE_FIRST_POLL_S
+        while not self.group_is_gone():  # the kernel has no event for it
+            await trio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _GONE_LAST_POLL_S)
         if self._guarded:
             self._guarded = False
             self._guard.remove(self.pid)
+
+
+def _has_running_member(group: int) -> bool:
+    """Look through /proc for a process of this group that is no zombie (proc_pid_stat(5))."""
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state, _, its_group, *_ = file.read().rpartition(b")")[2].split()
+        except (OSError, ValueError):
+            continue  # it ended just now
+        if int(its_group) == group and state not in (b"Z", b"X"):
+            return True
+    return False
 
 
 def spawn(
@@ -204,6 +226,7 @@ def spawn(
     Raises:
         SpawnError: the program cannot be started.
     """
+    find_program(argv[0])  # setpriv's own way of saying it is an exit status
     setpriv = shutil.which("setpriv")
     prefix = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
     try:

@@ -7,6 +7,7 @@ descriptor, and renamed to the name that the decoder is given.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -138,14 +139,15 @@ class RunFiles:
         descriptor = _open_state(self.state_path)
         try:
             identity = os.fstat(descriptor)
-            await trio.to_thread.run_sync(
-                _check,
-                os.dup(descriptor),
-                layout,
-                tuple(tokens),
-                swa_window,
-                abandon_on_cancel=True,
-            )
+            checked = _OpenFile(os.dup(descriptor))
+            try:
+                await trio.to_thread.run_sync(
+                    _check, checked, layout, tuple(tokens), swa_window, abandon_on_cancel=True
+                )
+            finally:
+                unread = checked.take()
+                if unread is not None:
+                    os.close(unread)
             name = self._slots.new_name()
             target = self._slots.path / name
             os.fchmod(descriptor, 0o600)
@@ -217,11 +219,19 @@ class _OpenFile:
     """A file as `state_file` reads it: by pread, not by mapping.
 
     A page that somebody truncates away under a mapping is a SIGBUS, which no daemon survives.
+    The thread that reads it takes it and closes it; a cancel may keep that thread from starting.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._size = os.fstat(descriptor).st_size
+        self._untaken = [descriptor]  # list.pop is atomic: one of the two gets it
+
+    def take(self) -> int | None:
+        """Return the descriptor, which is the taker's to close; None when it was taken before."""
+        with contextlib.suppress(IndexError):
+            return self._untaken.pop()
+        return None
 
     def __len__(self) -> int:
         return self._size
@@ -232,10 +242,13 @@ class _OpenFile:
 
 
 def _check(
-    descriptor: int, layout: state_file.Layout, tokens: tuple[int, ...], swa_window: int | None
+    source: _OpenFile, layout: state_file.Layout, tokens: tuple[int, ...], swa_window: int | None
 ) -> None:
+    descriptor = source.take()
+    if descriptor is None:
+        return  # a cancel came first; nobody looks at this answer
     try:
-        state_file.check(_OpenFile(descriptor), layout, tokens, swa_window=swa_window)
+        state_file.check(source, layout, tokens, swa_window=swa_window)
     except StateFileError as error:
         raise HandoffError(Reason.BAD_STATE, str(error)) from error
     except OSError as error:
@@ -253,7 +266,9 @@ def _write_private(path: Path, data: bytes) -> None:
 
 
 def _remove(path: Path) -> None:
+    """Remove what can be removed; the rest is for the next sweep, and no request's fault."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -36,9 +36,12 @@ class Ticket:
 
     async def _wait_place(self, place: int) -> None:
         admission = self._admission
-        while (here := admission.place_of(self)) >= place:
+        while True:
+            here = admission.place_of(self)
             if admission.is_closed and here > 0:
                 raise _draining()
+            if here < place:
+                return
             moved = self._moved
             await moved.wait()
 
@@ -84,7 +87,7 @@ class Admission:
         """
         if self.is_closed:
             raise _draining()
-        if self.pending >= self.max_pending:
+        if self._line and self.pending >= self.max_pending:
             raise RequestError(
                 503,
                 f"{self.pending} requests are waiting for the slot already (http.max_pending)",

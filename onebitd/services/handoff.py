@@ -273,6 +273,7 @@ class Exchange:
         self._forwarded: tuple[bytes, bytes, Headers, bytes] | None = None
         self._generation = -1
         self._tries = 0
+        self._broken_off: BackendError | None = None
         self.watch: sse.ReplyWatch | None = None
         self.record = HandoffRecord(
             request_id=request_id,
@@ -522,6 +523,10 @@ class Exchange:
         if watch.started and self.record.first_byte_ms is None:
             self.record.first_byte_ms = _ms_since(self._started)
 
+    def note_broken_off(self, error: BackendError) -> None:
+        """The decoder broke off in the middle of the reply; the client has seen that."""
+        self._broken_off = error
+
     def reply_headers(self) -> list[tuple[bytes, bytes]]:
         """Return what onebitd adds to the reply's head: identity, way, reason, timings."""
         record = self.record
@@ -576,6 +581,8 @@ class Exchange:
         elif error is not None:
             reason = Reason.BACKEND_DOWN if isinstance(error, BackendError) else Reason.INTERNAL
             self._end(Outcome.FAILED, reason, str(error) or type(error).__name__)
+        elif self._broken_off is not None:
+            self._end(Outcome.FAILED, Reason.BACKEND_DOWN, str(self._broken_off))
         elif self._failure is not None:
             self._end(Outcome.FALLBACK, self._failure.reason, self._failure.detail)
         elif self._handed is not None:

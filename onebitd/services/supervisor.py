@@ -60,10 +60,12 @@ _NOTICE_S: Final = 2.0
 PATIENCE_S: Final = 15.0
 """A request waits this long for a restart that is expected to end within it."""
 _FIRST_LOAD_RETRY_S: Final = 5
-_ERROR_LINE: Final = re.compile(rb"error|GGML_ASSERT|terminate called|exception|abort", re.I)
+_ERROR_LINE: Final = re.compile(
+    rb"error|failed to|GGML_ASSERT|terminate called|exception|abort", re.I
+)
 _LEVEL: Final = re.compile(rb"^\d+\.\d+\.\d+\.\d+ ([DIWE]) ")
 """llama.cpp's log prefix: time since start, then one letter of level."""
-_HARMLESS: Final = re.compile(rb"CORS|security risk|more info: https|: -{5,}$|AMX is not ready")
+_HARMLESS: Final = re.compile(rb"CORS|security risk|more info: https|: -{5,}$|AMX is not ready|cache-idle-slots")
 """Warnings that do not apply: the Unix socket is private, and --cache-ram 0 is on purpose."""
 
 
@@ -283,9 +285,9 @@ class Supervisor:
             self.kill(f"no answer within {self._load_timeout_s:g} s (backend.load_timeout_s)")
             return
         except BackendError as error:
-            # A dead child ends the nursery by itself; one that answers nonsense has to go.
-            if child.returncode is None and not isinstance(error, BackendGone):
-                self.kill(f"not usable after its start: {error}")
+            if isinstance(error, BackendGone):
+                await trio.sleep(_NOTICE_S)  # a dead child ends the nursery meanwhile
+            self.kill(f"not usable after its start: {error}")
             return
         self.facts = facts
         self._ready_at = time.monotonic()

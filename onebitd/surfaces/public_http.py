@@ -176,10 +176,16 @@ class PublicApp:
             async with exchange:
                 reply = await exchange.open(client.method, client.target, headers, body)
                 try:
-                    await client.send_reply(reply, exchange.reply_headers(), exchange.observe)
+                    broken = await client.send_reply(
+                        reply, exchange.reply_headers(), exchange.observe
+                    )
                 except BackendError as error:
                     reply = await exchange.reopen(error)
-                    await client.send_reply(reply, exchange.reply_headers(), exchange.observe)
+                    broken = await client.send_reply(
+                        reply, exchange.reply_headers(), exchange.observe
+                    )
+                if broken is not None:
+                    exchange.note_broken_off(broken)
 
         try:
             await client.run(work)

@@ -140,13 +140,16 @@ class Client:
         reply: Reply,
         added: Headers,
         on_data: Callable[[bytes], None] = lambda data: None,
-    ) -> None:
+    ) -> BackendError | None:
         """Relay a reply to its end.
 
         Args:
             reply: its head has come; closed by its owner.
             added: headers of ours.
             on_data: sees each piece of the body before it is sent.
+
+        Returns:
+            What broke the body off in the middle, None when the client has all of it.
 
         Raises:
             BackendError: the decoder broke off before any of the body was sent; another reply may
@@ -155,7 +158,7 @@ class Client:
         """
         if self._open_stream and not _is_stream(reply):
             await self._send_error_event(await _message_of(reply), reply.status, "server_error")
-            return
+            return None
         data: bytes | None = None
         if not _is_stream(reply):
             # Its head waits for its first byte, so that a decoder that dies now can be replaced.
@@ -177,8 +180,9 @@ class Client:
                 data = await reply.read()
             except BackendError as error:
                 await self._break_off(error)
-                return
+                return error
         await self._send_end()
+        return None
 
     async def _break_off(self, error: BackendError) -> None:
         """End a body in the middle. Any but a stream ends without its end, so that it is seen."""

@@ -27,6 +27,8 @@ from tests.llama_builds import (
 COMPLETIONS = "/v1/completions"
 PARTS = ("queue", "template", "tokenize", "lock", "provider_wall", "check", "restore")
 CONTEXT = 4096
+DECODER = ("-c", str(CONTEXT), "-t", "1", *CPU_ONLY)
+"""One thread each: two spinning threads on a shared machine measure the machine."""
 
 
 def prompt_of(client: LlamaClient, tokens: int) -> list[int]:
@@ -65,6 +67,7 @@ def handoff_rows(
         parts: dict[str, list[float]] = {name: [] for name in PARTS}
         prompt_tokens = 0
         for number in range(rounds):
+            print(f"{length} tokens, round {number + 1} of {rounds}", file=sys.stderr, flush=True)
             # A prefix of its own, so that nothing is found in the slot of the round before.
             content = f"Round {number} of {length}. {message}"
             body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
@@ -136,12 +139,12 @@ def streaming_row(
 def main() -> int:
     """Run the benchmark and print its tables."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="repeats of each figure")
+    parser.add_argument("--rounds", type=int, default=3, help="repeats of each figure")
     parser.add_argument("--lengths", type=int, nargs="+", default=[300, 1000, 3500])
     parser.add_argument("--stream-tokens", type=int, default=128)
     args = parser.parse_args()
     model = MODELS[0].path
-    arguments = ("-m", str(model), "-c", str(CONTEXT), "-np", "1", "--cache-ram", "0", *CPU_ONLY)
+    arguments = ("-m", str(model), "-np", "1", "--cache-ram", "0", *DECODER)
     shared_memory = Path("/dev/shm")
     tmpfs = tempfile.mkdtemp(prefix="onebitd-bench-", dir=shared_memory)
     say: Callable[[str], None] = print
@@ -152,11 +155,11 @@ def main() -> int:
                 model=model,
                 llama_server=DEMO_PROGRAM,
                 provider=Path(sys.executable).with_name("onebit-prefill-llama"),
-                backend_args=["-c", str(CONTEXT), *CPU_ONLY],
+                backend_args=DECODER,
                 config=f'[handoff]\nstate_dir = "{tmpfs}"\n',
                 env={
                     "ONEBIT_PREFILL_LLAMA_SERVER": str(DEMO_PROGRAM),
-                    "ONEBIT_PREFILL_LLAMA_ARGS": " ".join(CPU_ONLY),
+                    "ONEBIT_PREFILL_LLAMA_ARGS": " ".join(("-t", "1", *CPU_ONLY)),
                 },
             ) as daemon,
         ):
