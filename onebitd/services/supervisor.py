@@ -40,6 +40,7 @@ from onebitd.core.errors import (
     BackendError,
     BackendFailed,
     BackendGone,
+    BackendRefused,
     BackendTimeout,
     RequestError,
     StateFileError,
@@ -65,7 +66,9 @@ _ERROR_LINE: Final = re.compile(
 )
 _LEVEL: Final = re.compile(rb"^\d+\.\d+\.\d+\.\d+ ([DIWE]) ")
 """llama.cpp's log prefix: time since start, then one letter of level."""
-_HARMLESS: Final = re.compile(rb"CORS|security risk|more info: https|: -{5,}$|AMX is not ready|cache-idle-slots")
+_HARMLESS: Final = re.compile(
+    rb"CORS|security risk|more info: https|: -{5,}$|AMX is not ready|cache-idle-slots"
+)
 """Warnings that do not apply: the Unix socket is private, and --cache-ram 0 is on purpose."""
 
 
@@ -335,7 +338,10 @@ class Supervisor:
             unsupported = f"the decoder cannot save its slot: {error}"
         finally:
             self._slots.remove(name)
-        await server.erase()
+        try:
+            await server.erase()
+        except BackendRefused as error:  # it serves all the same, by itself
+            unsupported = unsupported or f"the decoder cannot erase its slot: {error}"
         build = props.get("build_info")
         return BackendFacts(
             server=server,

@@ -6,12 +6,10 @@ decoder and providers, device lock, control socket.
 
 from __future__ import annotations
 
-import mmap
 import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -26,10 +24,10 @@ from onebitd.adapters import listeners, lock_probe, logsetup
 from onebitd.adapters.config_file import check_files, read_api_keys
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.http_server import HttpServer
-from onebitd.adapters.process import Guard, SpawnError, find_program
+from onebitd.adapters.process import Guard
 from onebitd.adapters.slot_files import SlotFiles
 from onebitd.adapters.systemd import ServiceManager
-from onebitd.core import backend_args, gguf_header, paths
+from onebitd.core import paths
 from onebitd.core.backend_state import BackendState
 from onebitd.core.config import SETTING_BY_KEY, Config
 from onebitd.core.control_api import (
@@ -48,6 +46,7 @@ from onebitd.services.history import History
 from onebitd.services.supervisor import Launch, Supervisor
 from onebitd.surfaces import daemon_args
 from onebitd.surfaces.control_http import create_control_app
+from onebitd.surfaces.launch import plan_launch, slots_dir
 from onebitd.surfaces.public_http import PublicApp
 
 log = structlog.get_logger()
@@ -55,7 +54,6 @@ log = structlog.get_logger()
 _ONLY_HANDOFFS_NEED: Final = ("provider.", "lock.")
 """Keys whose faults --check-config reports, but which keep nobody from serving."""
 _BACKLOG: Final = 1024
-_LIST_DEVICES_TIMEOUT_S: Final = 60.0
 _NOTIFY_EVERY_S: Final = 1.0
 _EXTEND_S: Final = 30.0
 _STATE_OF: Final = {
@@ -114,71 +112,6 @@ def _first(group: BaseException) -> BaseException:
     while isinstance(group, BaseExceptionGroup):
         group = group.exceptions[0]
     return group
-
-
-def slots_dir(config: Config, runtime: Path) -> Path:
-    """Return where state files and ids files of this instance live."""
-    if config.handoff.state_dir is None:
-        return runtime / "slots"
-    # A directory of its own, so that instances do not sweep each other's files.
-    return Path(config.handoff.state_dir) / config.instance
-
-
-def plan_launch(config: Config, runtime: Path, environ: Mapping[str, str]) -> Launch:
-    """Find out all that the decoder's command line depends on.
-
-    Raises:
-        ConfigError: the model is not a GGUF file, or llama-server does not run.
-    """
-    backend = config.backend
-    env = backend_args.decoder_environment(environ, backend.env)
-    try:
-        program = find_program(backend.llama_server, env.get("PATH"))
-    except SpawnError as error:
-        raise ConfigError([f"backend.llama_server: {error}"]) from error
-    header = _read_header(config.model.path)
-    devices: list[str] = []
-    if backend.device in ("hybrid", "hrx"):
-        devices = _list_devices(program, env)
-    socket_path = runtime / "backend.sock"
-    argv = backend_args.command_line(
-        program=program,
-        model=config.model.path,
-        alias=config.model.alias,
-        ctx_size=config.model.ctx_size,
-        device=backend_args.device_args(backend.device, devices),
-        socket=str(socket_path),
-        slot_dir=str(slots_dir(config, runtime)),
-        sliding_window=bool(header.sliding_window),
-        extra=backend.args,
-    )
-    return Launch(argv, env, socket_path, devices, header.sliding_window or None)
-
-
-def _read_header(model: str) -> gguf_header.GgufHeader:
-    try:
-        with open(model, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        return gguf_header.read(mapped)
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"model.path: {model}: cannot be read: {error}"]) from error
-    except gguf_header.GgufError as error:
-        raise ConfigError([f"model.path: {model}: {error}"]) from error
-
-
-def _list_devices(program: str, env: Mapping[str, str]) -> list[str]:
-    try:
-        done = subprocess.run(
-            [program, "--list-devices"],
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_LIST_DEVICES_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError([f"backend.llama_server: {program} --list-devices: {error}"]) from error
-    return backend_args.parse_device_list((done.stdout + done.stderr).decode("utf-8", "replace"))
 
 
 class _Service:

@@ -157,7 +157,7 @@ class Client:
                 reply with the connection.
         """
         if self._open_stream and not _is_stream(reply):
-            await self._send_error_event(await _message_of(reply), reply.status, "server_error")
+            await self._send_error_event(*await _error_of(reply))
             return None
         data: bytes | None = None
         if not _is_stream(reply):
@@ -246,11 +246,17 @@ def _too_large(limit_bytes: int) -> RequestError:
     )
 
 
-async def _message_of(reply: Reply) -> str:
+async def _error_of(reply: Reply) -> tuple[str, int, str]:
+    """Return message, status and type of an error reply: the decoder's own where it names them."""
     try:
-        return (await reply.read_all())[:500].decode("utf-8", "replace")
+        raw = await reply.read_all()
     except BackendError:
-        return f"the decoder answered with status {reply.status}"
+        return f"the decoder answered with status {reply.status}", reply.status, "server_error"
+    try:
+        error = json.loads(raw)["error"]
+        return str(error["message"]), reply.status, str(error["type"])
+    except (ValueError, RecursionError, TypeError, LookupError):
+        return raw[:500].decode("utf-8", "replace"), reply.status, "server_error"
 
 
 def _is_stream(reply: Reply) -> bool:
