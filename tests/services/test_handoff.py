@@ -1,0 +1,707 @@
+"""The pipeline of one request over the stand-in decoder and the stand-in provider."""
+
+# ruff: noqa: ASYNC110 - real processes and files, milliseconds each
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from onebitd.adapters import llama_server, provider_process
+from onebitd.adapters.device_lock import DeviceLock
+from onebitd.adapters.llama_server import LlamaServer, Restored
+from onebitd.adapters.process import Child
+from onebitd.core import request, state_file
+from onebitd.core.config import Policy, resolve
+from onebitd.core.errors import BackendError, RequestError
+from onebitd.services import supervisor as supervisor_module
+from onebitd.services.admission import Admission
+from onebitd.services.handoff import Handoffs
+from onebitd.services.history import History
+from onebitd.services.supervisor import Supervisor
+from tests.core.state_files import Kv, Recr, build
+from tests.harness import STANDINS, is_alive
+from tests.services.rig import Home, home, running
+
+COMPLETIONS, CHAT = request.COMPLETIONS_PATH, request.CHAT_PATH
+PROMPT = "the quick brown fox"
+TOKENS = len(PROMPT)
+
+
+@dataclasses.dataclass
+class Asked:
+    """What one request got: its record's fields, its reply, the headers onebitd adds."""
+
+    record: dict[str, Any]
+    status: int
+    body: bytes
+    headers: dict[bytes, bytes]
+
+    @property
+    def text(self) -> str:
+        """The text of a completion."""
+        return str(json.loads(self.body)["choices"][0]["text"])
+
+    @property
+    def end(self) -> tuple[str, str | None]:
+        """Outcome and reason."""
+        return self.record["outcome"], self.record.get("reason")
+
+
+class Rig:
+    """The pipeline, over a decoder that runs."""
+
+    def __init__(self, place: Home, supervisor: Supervisor, settings: dict[str, Any]) -> None:
+        self.place = place
+        self.supervisor = supervisor
+        self.runs = place.path / "runs"
+        self.lock_path = place.path / "npu.lock"
+        self._mode = place.path / "mode"
+        file: dict[str, Any] = {
+            "model": {"path": str(place.model)},
+            "lock": {"path": str(self.lock_path), "wait_s": 0.2} | settings.pop("lock", {}),
+            "provider": {
+                "program": str(STANDINS / "provider.py"),
+                "timeout_s": 20,
+                "env": {
+                    "FAKE_PREFILL_MODE": f"@{self._mode}",
+                    "FAKE_PREFILL_LOG": str(self.runs),
+                    "FAKE_PREFILL_LOCK": str(self.lock_path),
+                },
+            }
+            | settings.pop("provider", {}),
+            **settings,
+        }
+        config = resolve(instance="test", file=file, file_name="test.toml")
+        self.history = History()
+        self.admission = Admission(config.http.max_pending)
+        self.lock = DeviceLock(self.lock_path)
+        self.handoffs = Handoffs(
+            config,
+            supervisor,
+            self.admission,
+            place.slots,
+            self.lock,
+            place.guard,
+            self.history,
+            {"PATH": os.environ["PATH"]},
+        )
+
+    def mode(self, mode: str) -> None:
+        """Set what the provider does from its next run on."""
+        self._mode.write_text(mode)
+
+    @contextlib.asynccontextmanager
+    async def exchange(
+        self,
+        prompt: object = PROMPT,
+        *,
+        policy: Policy | None = None,
+        path: str = COMPLETIONS,
+        gone: Callable[[], bool] = lambda: False,
+        **more: Any,
+    ) -> AsyncIterator[Any]:
+        """Begin a request and forward it; yields (exchange, reply)."""
+        field: dict[str, Any] = {"prompt": prompt} if path == COMPLETIONS else {"messages": prompt}
+        body = json.dumps({**field, "max_tokens": 5, **more}).encode()
+        parsed = request.parse(path, body)
+        async with self.handoffs.exchange(path, parsed, policy, "r1", gone) as exchange:
+            headers = [(b"host", b"x"), (b"content-type", b"application/json")]
+            yield exchange, await exchange.open(b"POST", path.encode(), headers, body)
+
+    async def ask(self, prompt: object = PROMPT, **how: Any) -> Asked:
+        """Send a request and read its reply to the end."""
+        data = b""
+        with trio.fail_after(30):
+            async with self.exchange(prompt, **how) as (exchange, reply):
+                headers = dict(exchange.reply_headers())
+                while piece := await reply.read():
+                    exchange.observe(piece)
+                    data += piece
+        return Asked(self.last(), reply.status, data, headers)
+
+    async def refused(self, prompt: object = PROMPT, **how: Any) -> RequestError:
+        """Send a request that must end in an error of ours."""
+        with trio.fail_after(30), pytest.raises(RequestError) as caught:
+            await self.ask(prompt, **how)
+        return caught.value
+
+    def last(self) -> dict[str, Any]:
+        """Return the last record."""
+        return self.history.recent(1)[0]
+
+    def provider_runs(self) -> list[dict[str, Any]]:
+        """Return what each provider run wrote at its start."""
+        if not self.runs.exists():
+            return []
+        return [json.loads(line) for line in self.runs.read_text().splitlines()]
+
+    def decoder_targets(self) -> list[str]:
+        """Return the targets of the requests since the decoder was ready."""
+        lines = (self.place.path / "requests").read_text().splitlines()
+        targets = [json.loads(line)["target"] for line in lines]
+        erased = targets.index("/slots/0?action=erase")
+        return targets[erased + 1 :]
+
+    def provider_state(self) -> str:
+        """Read it out of the type checker's sight: it takes a property for a constant."""
+        return self.handoffs.provider_state
+
+    def nothing_is_left(self) -> bool:
+        """Say whether slot, line, files and lock are as before."""
+        return (
+            os.listdir(self.place.slots.path) == []
+            and self.admission.holder is None
+            and not self.lock.held
+            and self.handoffs.provider_state in ("idle", "none")
+        )
+
+
+@pytest.fixture
+def place() -> Iterator[Home]:
+    with home() as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def rigged(place: Home, *args: str, **settings: Any) -> AsyncIterator[Rig]:
+    """Run decoder and pipeline."""
+    supervisor = place.supervisor(place.launch(*args))
+    async with running(supervisor), trio.open_nursery() as nursery:
+        rig = Rig(place, supervisor, settings)
+        await nursery.start(rig.handoffs.run)
+        yield rig
+        nursery.cancel_scope.cancel()
+
+
+async def test_exchange_prompt_is_handed_over_and_the_decoder_evaluates_one_token(
+    place: Home,
+) -> None:
+    """The same text as without, all fields told, and nothing left behind."""
+    async with rigged(place) as rig:
+        reference = await rig.ask("another prompt first", policy=Policy.NEVER)
+        reference = await rig.ask(policy=Policy.NEVER)
+        await rig.ask("something else between", policy=Policy.NEVER)
+        asked = await rig.ask()
+        assert (asked.status, asked.end) == (200, ("used", None))
+        assert asked.text == reference.text
+        record = asked.record
+        counts = {name: record[name] for name in record if name.endswith("_tokens")}
+        assert counts == {
+            "prompt_tokens": TOKENS,
+            "handed_tokens": TOKENS - 1,
+            "cached_tokens": TOKENS - 1,
+            "evaluated_tokens": 1,
+        }
+        assert record["route"] == "file"
+        assert record["prefill_ms"] == 88.1
+        assert record["provider"].endswith("provider.py")
+        assert record["state_bytes"] > 0
+        assert (record["request_id"], record["instance"], record["path"]) == (
+            "r1",
+            "test",
+            COMPLETIONS,
+        )
+        for name in (
+            "queue",
+            "tokenize",
+            "lock",
+            "provider_wall",
+            "check",
+            "restore",
+            "first_byte",
+        ):
+            assert record[f"{name}_ms"] >= 0, name
+        assert "template_ms" not in record
+        assert asked.headers[b"x-request-id"] == b"r1"
+        assert asked.headers[b"x-onebit-handoff"] == b"file"
+        assert b"x-onebit-reason" not in asked.headers
+        timing = asked.headers[b"server-timing"]
+        assert [part.partition(b";")[0] for part in timing.split(b", ")] == [
+            b"queue",
+            b"tokenize",
+            b"lock",
+            b"prefill",
+            b"restore",
+        ]
+        assert rig.nothing_is_left()
+
+
+async def test_exchange_provider_gets_the_ids_less_the_last_and_the_lock_held_for_it(
+    place: Home,
+) -> None:
+    """The contract: ids, environment, the lock held while it runs and free right after."""
+    async with rigged(place) as rig:
+        await rig.ask("abc")
+        [run] = rig.provider_runs()
+        assert run["ids"] == [3 + byte for byte in b"ab"]
+        assert run["no_device_lock"] == "1"
+        assert run["lock_held"] is True
+        assert run["pid"] == run["pgid"]
+        assert rig.nothing_is_left()
+
+
+async def test_exchange_chat_is_templated_by_the_decoder(place: Home) -> None:
+    """Template, tokenize, restore, reply: four requests to the decoder."""
+    async with rigged(place) as rig:
+        asked = await rig.ask([{"role": "user", "content": "hi"}], path=CHAT)
+        assert asked.end == ("used", None)
+        assert asked.record["template_ms"] >= 0
+        assert rig.decoder_targets() == [
+            "/apply-template",
+            "/tokenize",
+            "/slots/0?action=restore",
+            CHAT,
+        ]
+
+
+async def test_exchange_stream_is_used_too_and_its_first_byte_is_timed(place: Home) -> None:
+    """The counts are in the last event."""
+    async with rigged(place) as rig:
+        asked = await rig.ask(stream=True)
+        assert asked.end == ("used", None)
+        assert asked.record["stream"] is True
+        assert asked.record["first_byte_ms"] > 0
+
+
+async def test_exchange_prompt_of_ids_is_not_tokenized(place: Home) -> None:
+    """The ids are there already."""
+    async with rigged(place) as rig:
+        assert (await rig.ask([10, 11, 12])).end == ("used", None)
+        assert rig.decoder_targets() == ["/slots/0?action=restore", COMPLETIONS]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "how", "reason"),
+    [
+        (PROMPT, {"policy": Policy.NEVER}, "policy"),
+        ("x", {}, "too_short"),
+        (["two", "prompts"], {}, "not_text"),
+        (PROMPT, {"cache_prompt": False}, "not_text"),
+    ],
+)
+async def test_exchange_prompt_that_is_not_handed_off_is_served_as_ever(
+    place: Home, prompt: object, how: dict[str, Any], reason: str
+) -> None:
+    """No provider run, no lock; the header says why."""
+    async with rigged(place) as rig:
+        asked = await rig.ask(prompt, **how)
+        assert (asked.status, asked.end) == (200, ("skipped", reason))
+        assert asked.headers[b"x-onebit-handoff"] == b"skipped"
+        assert asked.headers[b"x-onebit-reason"] == reason.encode()
+        assert rig.provider_runs() == []
+        assert not rig.lock_path.exists()
+        assert "restore" not in str(rig.decoder_targets())
+
+
+@pytest.mark.parametrize("policy", [None, Policy.STRICT])
+async def test_exchange_prompt_too_long_gets_the_decoders_own_refusal(
+    place: Home, policy: Policy | None
+) -> None:
+    """Its 400 with its words, strict or not, and no provider runs for it."""
+    async with rigged(place) as rig:
+        asked = await rig.ask("x" * 3000, policy=policy)
+        assert (asked.status, asked.end) == (400, ("skipped", "too_long"))
+        assert b"exceeds the available context size" in asked.body
+        assert rig.provider_runs() == []
+
+
+async def test_exchange_body_the_decoder_refuses_gets_the_decoders_own_refusal(
+    place: Home,
+) -> None:
+    """A chat that cannot be templated is refused once more, by the reply itself."""
+    async with rigged(place) as rig:
+        asked = await rig.ask("no list", path=CHAT)
+        assert (asked.status, asked.end) == (400, ("skipped", "not_text"))
+        asked = await rig.ask([2**30, 1])
+        assert asked.status == 400
+        assert rig.nothing_is_left()
+
+
+FAULTS = [
+    ("exit:3", "provider_exit"),
+    ("crash", "provider_exit"),
+    ("no_file", "provider_no_file"),
+    ("empty", "bad_state"),
+    ("half", "bad_state"),
+    ("trailing", "bad_state"),
+    ("wrong_tokens", "bad_state"),
+    ("whole_prompt", "bad_state"),
+    ("wrong_version", "bad_state"),
+    ("shifted", "bad_state"),
+    ("nan", "bad_state"),
+    ("symlink", "bad_state"),
+    ("fifo", "bad_state"),
+    ("grandchild_holds_file", "bad_state"),
+]
+
+
+async def test_exchange_every_fault_of_the_provider_falls_back_to_the_decoder(
+    place: Home,
+) -> None:
+    """The same text as without a provider, the reason told, and nothing left behind."""
+    async with rigged(place) as rig:
+        reference = (await rig.ask(policy=Policy.NEVER)).text
+        for mode, reason in FAULTS:
+            rig.mode(mode)
+            asked = await rig.ask()
+            assert (mode, asked.end) == (mode, ("fallback", reason))
+            assert (asked.status, asked.text) == (200, reference), mode
+            assert asked.headers[b"x-onebit-handoff"] == b"fallback"
+            assert asked.headers[b"x-onebit-reason"] == reason.encode()
+            assert rig.nothing_is_left(), mode
+        assert "no XDNA device" in str(rig.history.recent(100))
+        assert "restore" not in str(rig.decoder_targets()), "none of them reached the decoder"
+
+
+async def test_exchange_provider_that_takes_too_long_falls_back_to_the_decoder(place: Home) -> None:
+    """provider.timeout_s is named; it is gone before the reply."""
+    async with rigged(place, provider={"timeout_s": 0.5}) as rig:
+        rig.mode("hang")
+        asked = await rig.ask()
+        assert (asked.status, asked.end) == (200, ("fallback", "provider_timeout"))
+        assert "no result within 0.5 s (provider.timeout_s)" in asked.record["detail"]
+        assert rig.nothing_is_left()
+
+
+@pytest.mark.parametrize("how", ["strict", "on_failure"])
+async def test_exchange_failed_handoff_is_502_when_asked_for(place: Home, how: str) -> None:
+    """By the request's policy or by the configuration: the error says reason and detail."""
+    settings = {"handoff": {"on_failure": "error"}} if how == "on_failure" else {}
+    policy = Policy.STRICT if how == "strict" else None
+    async with rigged(place, **settings) as rig:
+        assert (await rig.ask(policy=policy)).end == ("used", None)
+        rig.mode("exit:3")
+        error = await rig.refused(policy=policy)
+        assert (error.status, error.kind, error.reason) == (502, "handoff_error", "provider_exit")
+        assert "status 3: no XDNA device" in error.message
+        assert (rig.last()["outcome"], rig.last()["reason"]) == ("failed", "provider_exit")
+        assert rig.nothing_is_left()
+
+
+async def test_exchange_skipped_handoff_is_502_only_when_strict(place: Home) -> None:
+    """Strict means: handed off, or an error."""
+    async with rigged(place, handoff={"on_failure": "error"}) as rig:
+        assert (await rig.ask("x")).end == ("skipped", "too_short")
+        error = await rig.refused("x", policy=Policy.STRICT)
+        assert (error.status, error.reason) == (502, "too_short")
+
+
+@pytest.mark.parametrize(
+    ("knob", "reason"),
+    [
+        ("--restore-refuse", "restore_refused"),
+        ("--restore-short", "restore_short"),
+        ("--reply-500-after-restore", "bad_state"),
+    ],
+)
+async def test_exchange_restore_that_goes_wrong_empties_the_slot_and_falls_back(
+    place: Home, knob: str, reason: str
+) -> None:
+    """Erased before anything is decoded from it; the client gets a right text and 200."""
+    async with rigged(place) as rig:
+        reference = (await rig.ask(policy=Policy.NEVER)).text
+        place.turn(knob)
+        asked = await rig.ask()
+        assert (asked.status, asked.end) == (200, ("fallback", reason))
+        assert asked.text == reference
+        targets = rig.decoder_targets()
+        assert targets.index("/slots/0?action=erase") > targets.index("/slots/0?action=restore")
+        assert targets[-1] == COMPLETIONS
+        assert rig.supervisor.restarts == 0
+        assert rig.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "sections", [[Kv(v_trans=1)], [Kv(), Recr()]], ids=["v_trans", "recurrent"]
+)
+async def test_make_safe_layout_that_an_erase_does_not_heal_restarts_the_decoder(
+    place: Home, sections: Sequence[Kv | Recr]
+) -> None:
+    """What is not a number stays behind an erase there: a new decoder starts clean."""
+    layout = state_file.learn_layout(build([1, 2, 3], sections), [1, 2, 3])
+    async with rigged(place) as rig:
+        facts = rig.supervisor.facts
+        assert facts is not None
+        await rig.handoffs.make_safe(dataclasses.replace(facts, layout=layout), "a test")
+        with trio.fail_after(30):
+            await rig.supervisor.wait_restarted(facts.generation)
+        assert rig.supervisor.last_exit is not None
+        assert "cannot be trusted: a test" in rig.supervisor.last_exit.reason
+        assert (await rig.ask()).end == ("used", None)
+
+
+async def test_exchange_restore_without_an_answer_replaces_the_decoder(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what its slot holds: killed; the new one serves the request."""
+    monkeypatch.setattr(llama_server, "SLOT_TIMEOUT_S", 1.0)
+    async with rigged(place, "--hang-on", "restore:1") as rig:
+        asked = await rig.ask()
+        assert (asked.status, asked.end) == (200, ("fallback", "backend_down"))
+        assert rig.supervisor.restarts == 1
+        assert rig.supervisor.last_exit is not None
+        assert "did not answer a restore" in rig.supervisor.last_exit.reason
+        assert rig.nothing_is_left()
+
+
+@pytest.mark.parametrize("what", ["tokenize", "restore", "completion", "token"])
+async def test_exchange_decoder_that_dies_once_is_replaced_under_the_request(
+    place: Home, what: str
+) -> None:
+    """Before the client saw a byte: one new decoder serves it, from scratch."""
+    async with rigged(place) as rig:
+        reference = (await rig.ask(policy=Policy.NEVER)).text
+        place.turn("--crash-on", f"{what}:1")
+        asked = await rig.ask()
+        assert (asked.status, asked.text) == (200, reference)
+        assert asked.end == ("fallback", "backend_down")
+        assert rig.supervisor.restarts == 1
+        assert rig.nothing_is_left()
+
+
+async def test_exchange_prompt_that_kills_every_decoder_is_given_up(place: Home) -> None:
+    """Two tries, then 503: it must not take restart_max with it."""
+    async with rigged(place) as rig:
+        place.turn("--crash-on", "token")
+        error = await rig.refused()
+        assert (error.status, error.reason) == (503, "backend_down")
+        assert error.retry_after_s is not None
+        assert (rig.last()["outcome"], rig.last()["reason"]) == ("failed", "backend_down")
+        assert rig.nothing_is_left()
+
+
+async def test_reopen_stream_that_broke_before_its_first_event_is_sent_by_a_new_decoder(
+    place: Home,
+) -> None:
+    """Its head had come, nothing else: the handoff is lost, the request is not."""
+    async with rigged(place, "--prefill-delay-per-token", "0.1") as rig:
+        async with rig.exchange("abc", stream=True) as (exchange, reply):
+            assert rig.supervisor.pid is not None
+            os.kill(rig.supervisor.pid, signal.SIGKILL)
+            with pytest.raises(BackendError) as caught:
+                await reply.read()
+            with trio.fail_after(30):
+                reply = await exchange.reopen(caught.value)
+                data = b""
+                while piece := await reply.read():
+                    exchange.observe(piece)
+                    data += piece
+        assert data.endswith(b"data: [DONE]\n\n")
+        assert (rig.last()["outcome"], rig.last()["reason"]) == ("fallback", "backend_down")
+        assert rig.nothing_is_left()
+
+
+async def test_reopen_decoder_that_lives_and_hangs_up_is_502(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same decoder would do it again."""
+    monkeypatch.setattr(supervisor_module, "_NOTICE_S", 0.05)
+    async with rigged(place) as rig:
+        place.turn("--truncate-stream", "0")
+
+        async def ask() -> None:
+            async with rig.exchange(stream=True) as (exchange, reply):
+                with pytest.raises(BackendError) as broken:
+                    await reply.read()
+                await exchange.reopen(broken.value)
+
+        with pytest.raises(RequestError, match="hung up") as caught:
+            await ask()
+        assert caught.value.status == 502
+        assert (rig.last()["outcome"], rig.last()["reason"]) == ("failed", "backend_down")
+
+
+async def test_exchange_handoff_the_decoder_made_no_use_of_is_wasted(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the decoder's own counts make a handoff used."""
+    real = LlamaServer.restore
+
+    async def restore_and_lose(server: LlamaServer, name: str) -> Restored:
+        restored = await real(server, name)
+        await server.erase()
+        return restored
+
+    monkeypatch.setattr(LlamaServer, "restore", restore_and_lose)
+    async with rigged(place) as rig:
+        asked = await rig.ask()
+        assert (asked.status, asked.end) == (200, ("wasted", None))
+        assert asked.record["evaluated_tokens"] == TOKENS
+
+
+@pytest.mark.parametrize(("gone", "reason"), [(True, "client_gone"), (False, "draining")])
+async def test_exchange_cancelled_during_the_prefill_leaves_nothing(
+    place: Home, gone: bool, reason: str
+) -> None:
+    """The provider is killed, lock and slot are free; the record says who gave up and where."""
+    async with rigged(place) as rig:
+        rig.mode("hang")
+        async with trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                async with rig.exchange(gone=lambda: gone):
+                    pass
+
+            nursery.start_soon(ask)
+            while not rig.provider_runs():
+                await trio.sleep(0.005)
+            [run] = rig.provider_runs()
+            holder = rig.admission.holder
+            assert holder is not None
+            assert (holder.phase, rig.handoffs.provider_state) == ("prefill", "running")
+            nursery.cancel_scope.cancel()
+        assert not is_alive(run["pid"])
+        assert (rig.last()["outcome"], rig.last()["reason"]) == ("cancelled", reason)
+        if gone:
+            assert rig.last()["detail"] == "the client left in phase prefill"
+        assert rig.nothing_is_left()
+
+
+async def test_exchange_cancelled_during_the_reply_closes_its_connection(place: Home) -> None:
+    """The decoder notices, the slot is free, the record says cancelled."""
+    async with rigged(place, "--token-delay", "0.05") as rig:
+        with trio.move_on_after(10) as scope:
+            async with rig.exchange(gone=lambda: True, stream=True, max_tokens=500) as (_, reply):
+                await reply.read()
+                scope.cancel()
+                await reply.read()
+        assert rig.last()["outcome"] == "cancelled"
+        assert rig.last()["detail"] == "the client left in phase decode"
+        assert rig.nothing_is_left()
+        assert (await rig.ask()).end == ("used", None)
+
+
+async def test_exchange_next_in_line_prefills_while_the_first_decodes(place: Home) -> None:
+    """The overlap that two devices are for; the third waits without a run."""
+    async with rigged(place, "--token-delay", "0.02") as rig, trio.open_nursery() as nursery:
+        ended: list[str] = []
+
+        async def ask(prompt: str) -> None:
+            asked = await rig.ask(prompt)
+            ended.append(prompt)
+            assert asked.end == ("used", None)
+
+        async with rig.exchange("first", stream=True, max_tokens=1000) as (_, reply):
+            await reply.read()
+            nursery.start_soon(ask, "second")
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(ask, "third!")
+            while not any(name.startswith("state-") for name in os.listdir(place.slots.path)):
+                await trio.sleep(0.005)
+            await trio.sleep(0.1)
+            assert len(rig.provider_runs()) == 2, "the third in line must not prefill yet"
+            assert rig.admission.pending == 2
+        while len(ended) < 2:
+            await trio.sleep(0.005)
+        assert ended == ["second", "third!"]
+        assert [bytes(id_ - 3 for id_ in run["ids"]) for run in rig.provider_runs()] == [
+            b"firs",
+            b"secon",
+            b"third",
+        ]
+
+
+async def test_exchange_lock_held_by_another_process_falls_back(place: Home) -> None:
+    """lock.wait_s later the decoder prefills by itself, and no provider ran."""
+    async with rigged(place) as rig:
+        descriptor = os.open(rig.lock_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            asked = await rig.ask()
+        finally:
+            os.close(descriptor)
+        assert asked.end == ("fallback", "lock_busy")
+        assert asked.record["lock_ms"] >= 200
+        assert rig.provider_runs() == []
+        assert (await rig.ask()).end == ("used", None)
+
+
+async def test_handoffs_lifetime_lock_is_held_between_runs_and_given_back_at_the_end(
+    place: Home,
+) -> None:
+    """lock.hold = "lifetime": nobody gets it while the daemon runs."""
+    async with rigged(place, lock={"hold": "lifetime"}) as rig:
+        assert lock_is_held(rig.lock_path)
+        assert (await rig.ask()).end == ("used", None)
+        assert rig.provider_runs()[0]["no_device_lock"] == "1"
+        assert lock_is_held(rig.lock_path)
+    assert not lock_is_held(rig.lock_path)
+
+
+def lock_is_held(path: Path) -> bool:
+    """Say whether somebody has the flock: another open file of ours is like another process."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+async def test_handoffs_provider_that_cannot_be_killed_keeps_the_lock_until_it_is_gone(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still use the device: no new run, no lock for others; requests are served."""
+    real = Child.signal
+    for name in ("_TERM_GRACE_S", "_KILL_GRACE_S"):
+        monkeypatch.setattr(provider_process, name, 0.05)
+    async with rigged(place, provider={"timeout_s": 2}) as rig:
+        rig.mode("hang")
+        with monkeypatch.context() as patch:
+            patch.setattr(Child, "signal", lambda child, number: None)
+            asked = await rig.ask()
+            assert asked.end == ("fallback", "provider_timeout")
+            assert "cannot be killed" in asked.record["detail"]
+        assert rig.provider_state() == "stuck"
+        assert lock_is_held(rig.lock_path)
+        rig.mode("ok")
+        asked = await rig.ask()
+        assert (asked.status, asked.end) == (200, ("fallback", "provider_timeout"))
+        assert "an earlier provider run" in asked.record["detail"]
+        [run] = rig.provider_runs()
+        os.killpg(run["pid"], signal.SIGKILL)
+        with trio.fail_after(30):
+            while rig.provider_state() == "stuck":
+                await trio.sleep(0.005)
+        assert not lock_is_held(rig.lock_path)
+        assert (await rig.ask()).end == ("used", None)
+    assert Child.signal is real
+
+
+@pytest.mark.parametrize("why", ["queue_full", "draining"])
+async def test_exchange_that_finds_no_place_in_the_line_is_recorded_as_failed(
+    place: Home, why: str
+) -> None:
+    """503 with Retry-After, and the reason in the record."""
+    async with rigged(place, http={"max_pending": 1}) as rig:
+        tickets = [rig.admission.enter(name) for name in "ab"]
+        if why == "draining":
+            rig.admission.close()
+        error = await rig.refused()
+        assert (error.status, error.reason) == (503, why)
+        assert (rig.last()["outcome"], rig.last()["reason"]) == ("failed", why)
+        for ticket in tickets:
+            ticket.leave()
+
+
+async def test_exchange_no_room_for_the_state_falls_back(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """no_space, before any provider runs."""
+    async with rigged(place) as rig:
+        monkeypatch.setattr(state_file.Layout, "bytes_for", lambda layout, count: 1 << 60)
+        assert (await rig.ask()).end == ("fallback", "no_space")
+        assert rig.provider_runs() == []
+        assert rig.nothing_is_left()
