@@ -35,7 +35,8 @@ class Connection(TCPServer):
     """One client's connection.
 
     Args:
-        write_timeout_s: a client that takes nothing for this long is cut off.
+        write_timeout_s: a client that does not take one write (64 KiB at most) within this time
+            is cut off.
         connections: the set it is in while it lives, so that a stop can cut it off.
     """
 

@@ -386,7 +386,8 @@ class _Cursor:
         if n_bytes > self.left:
             missing = n_bytes - self.left
             raise StateFileError(
-                f"the file ends at byte {self.size}, {missing} bytes before the end of {what}"
+                f"the file ends at byte {self.size}, {missing} byte{'s'[: missing != 1]} before "
+                f"the end of {what}"
             )
         start = self.at
         self.at += n_bytes
@@ -405,7 +406,7 @@ class _Cursor:
     def expect_end(self) -> None:
         if self.left:
             raise StateFileError(
-                f"{self.left} bytes too many: the state ends at byte {self.at}, "
+                f"{self.left} byte{'s'[: self.left != 1]} too many: the state ends at byte {self.at}, "
                 f"the file at byte {self.size}"
             )
 

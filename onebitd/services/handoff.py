@@ -119,7 +119,8 @@ class Handoffs:
         try:
             if lock is not None and self.config.lock.hold == "lifetime":
                 try:
-                    await lock.wait_acquired(self.config.lock.wait_s)
+                    async with self._turn:  # requests wait for this, not for the lock behind it
+                        await lock.wait_acquired(self.config.lock.wait_s)
                 except HandoffError as error:
                     log.warning("lock_not_taken", reason=error.reason, detail=error.detail)
             task_status.started()

@@ -218,7 +218,7 @@ class Supervisor:
                 await trio.sleep(backoff_s(self._recent_exits()))
                 self.restarts += 1
         finally:
-            if self.state in (BackendState.BACKOFF, BackendState.STOPPED):
+            if self.state is BackendState.BACKOFF:
                 self._move(BackendEvent.STOP)
             self._launch.socket_path.unlink(missing_ok=True)
 
@@ -239,22 +239,27 @@ class Supervisor:
         self._child = child
         self._move(BackendEvent.SPAWNED)
         log.info("backend_started", pid=child.pid)
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(pump_lines, child.stdout, self._take_line)
+        pumping = trio.CancelScope(shield=True)  # to its end: a full pipe would block its stop
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._pump, child, pumping)
+            try:
                 async with trio.open_nursery() as alive:
                     alive.start_soon(self._make_ready, child, started)
                     await child.wait()
                     alive.cancel_scope.cancel()
+            finally:
+                await self._end(child)
                 # Its last words are in the pipe; a grandchild may hold the pipe open for ever.
-                nursery.cancel_scope.deadline = trio.current_time() + _LAST_WORDS_S
-        finally:
-            await self._end(child)
+                pumping.deadline = trio.current_time() + _LAST_WORDS_S
         exit_text = describe_exit(child.returncode or 0)
         if self._kill_reason is not None:
             return f"{self._kill_reason} ({exit_text})"
         said = self._last_error_line.decode("utf-8", "replace").strip()
         return f"{exit_text}: {said}" if said else exit_text
+
+    async def _pump(self, child: Child, scope: trio.CancelScope) -> None:
+        with scope:
+            await pump_lines(child.stdout, self._take_line)
 
     def _begin_attempt(self) -> None:
         self.facts = None
@@ -266,6 +271,7 @@ class Supervisor:
 
     async def _end(self, child: Child) -> None:
         """Bring child and group to an end, whatever the reason."""
+        self.facts = None
         unwanted = child.returncode is not None
         if not unwanted:
             self._move(BackendEvent.STOP)
@@ -275,7 +281,6 @@ class Supervisor:
         if not gone:
             log.error("backend_stuck", pid=child.pid, detail="it does not die; left behind")
         self._child = None
-        self.facts = None
         self._move(BackendEvent.EXITED)
 
     async def _make_ready(self, child: Child, started: Callable[[], None]) -> None:

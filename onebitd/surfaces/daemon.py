@@ -205,13 +205,14 @@ class Daemon:
     def _open_listeners(self) -> tuple[list[socket.socket], list[socket.socket]]:
         config = self._config
         passed = self._manager.listen_fds()
+        # The port first: it may be taken, and then no control socket has to be removed again.
+        public = [listeners.adopt(fd) for fd in passed.get("http", [])]
+        if not public:
+            public = listeners.open_tcp(config.http.host, config.http.port, _BACKLOG)
         control = [listeners.adopt(fd) for fd in passed.get("control", [])]
         if not control:
             mode = 0o660 if os.geteuid() == 0 or self._manager.present else 0o600
             control = [listeners.open_unix(self._runtime / paths.CONTROL_SOCKET, mode)]
-        public = [listeners.adopt(fd) for fd in passed.get("http", [])]
-        if not public:
-            public = listeners.open_tcp(config.http.host, config.http.port, _BACKLOG)
         self._listen = [_address_of(listener) for listener in public]
         return control, public
 

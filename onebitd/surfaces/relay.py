@@ -32,6 +32,7 @@ HOP_BY_HOP: Final = frozenset(
 """Fields of one connection only (RFC 9110, section 7.6.1)."""
 
 _NOT_FORWARDED: Final = HOP_BY_HOP | {b"content-length", b"expect", b"http2-settings"}
+_DISCARD_S: Final = 2.0
 _COMMENT: Final = b": waiting for the prompt\n\n"
 
 Headers = list[tuple[bytes, bytes]]
@@ -79,6 +80,7 @@ class Client:
         """
         declared = dict(self.headers).get(b"content-length", b"")
         if declared.isdigit() and int(declared) > limit_bytes:
+            await self._discard_body()
             raise _too_large(limit_bytes)
         body = bytearray()
         while True:
@@ -87,9 +89,19 @@ class Client:
                 raise ClientGone
             body += message.get("body", b"")
             if len(body) > limit_bytes:
+                body.clear()
+                await self._discard_body()
                 raise _too_large(limit_bytes)
             if not message.get("more_body", False):
                 return bytes(body)
+
+    async def _discard_body(self) -> None:
+        """Let the client finish writing, for a while: many read no answer before that."""
+        with trio.move_on_after(_DISCARD_S):
+            while True:
+                message: Any = await self._receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do the work, and cancel it when the client leaves.
@@ -206,11 +218,13 @@ class Client:
             for name, value in headers
             if name not in HOP_BY_HOP and name != b"content-length"
         ]
-        async with self._sending:
-            self._spoken = True
-            await self._send_head(status, [*kept, (b"content-length", str(len(body)).encode())])
-            await self._send_data(body)
-        await self._send_end()
+        # Shielded: a stop must not come between a head and its body. The server bounds each write.
+        with trio.CancelScope(shield=True):
+            async with self._sending:
+                self._spoken = True
+                await self._send_head(status, [*kept, (b"content-length", str(len(body)).encode())])
+                await self._send_data(body)
+            await self._send_end()
 
     async def _send_error_event(self, message: str, status: int, kind: str) -> None:
         async with self._sending:

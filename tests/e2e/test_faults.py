@@ -654,7 +654,7 @@ def test_decoder_killed_before_the_first_byte_new_one_answers(own_rig: Rig) -> N
     assert found.status == 200
     assert found.text.startswith(rig.prepared.texts[RHYME])
     record = rig.daemon.handoffs()[-1]
-    rig.assert_fell_back(record, "backend_down", "died under this request", 0)
+    rig.assert_fell_back(record, "backend_down", "the decoder", 0)
     assert found.headers["x-onebit-reason"] == "backend_down"
     assert_restarted(rig)
 
