@@ -406,8 +406,8 @@ class _Cursor:
     def expect_end(self) -> None:
         if self.left:
             raise StateFileError(
-                f"{self.left} byte{'s'[: self.left != 1]} too many: the state ends at byte {self.at}, "
-                f"the file at byte {self.size}"
+                f"{self.left} byte{'s'[: self.left != 1]} too many: the state ends at byte "
+                f"{self.at}, the file at byte {self.size}"
             )
 
 

@@ -582,7 +582,7 @@ def test_check_mmap_refused_can_be_closed_at_once(tmp_path: Path) -> None:
     path = tmp_path / "state"
     path.write_bytes(PLAIN.file() + b"!")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        with pytest.raises(StateFileError, match="1 bytes too many") as caught:
+        with pytest.raises(StateFileError, match="1 byte too many") as caught:
             check(view, PLAIN.layout, PROMPT)
         view.close()
         assert view.closed
