@@ -17,26 +17,28 @@ the level then costs 0.3 us, against 9 us through the lazy one (measured).
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import io
-import json
 import logging
-import math
 import os
-import re
 import select
-import socket
-import struct
 import sys
-import time
 import traceback
-from collections.abc import Mapping, MutableMapping
-from typing import Any, Protocol, TextIO
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 import structlog
 from structlog.typing import WrappedLogger
 
+from onebitd.adapters.journal import JOURNAL_SOCKET, JournalSink
+from onebitd.adapters.log_lines import (
+    STALL_MS,
+    Event,
+    Render,
+    Sink,
+    render_coloured,
+    render_json,
+    render_text,
+)
 from onebitd.core.errors import ConfigError
 
 FORMATS = ("auto", "json", "text", "journal")
@@ -50,27 +52,6 @@ LEVELS = {
     "critical": logging.CRITICAL,
 }
 """The words of `log.level`."""
-
-JOURNAL_SOCKET = "/run/systemd/journal/socket"
-IDENTIFIER = "onebitd"
-
-_PRIORITY = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
-_COLOUR = {"debug": "2", "info": "32", "warning": "33", "error": "31", "critical": "1;31"}
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
-_NOT_FIELD_NAME = re.compile(r"[^A-Z0-9_]+")
-_FIELD_NAME_CHARS = 64
-_STALL_MS = 20
-_JOURNAL_GONE = (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTCONN, errno.EACCES, errno.EPERM)
-_TOO_BIG = (errno.EMSGSIZE, errno.ENOBUFS)
-
-Event = MutableMapping[str, Any]
-
-
-class Sink(Protocol):
-    """Takes one event; returns nothing and raises nothing."""
-
-    def emit(self, level: str, event: Event) -> None:
-        """Write the event, or drop it."""
 
 
 class FilteredLogger(structlog.BoundLoggerBase):
@@ -218,147 +199,6 @@ class StreamSink:
         return True
 
 
-class JournalSink:
-    """Events as native journal entries; on `fallback` while there is no journal.
-
-    Call `close` at the end.
-    """
-
-    def __init__(self, path: str, fallback: StreamSink) -> None:
-        self._path = path
-        self.fallback = fallback
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        self._lost = 0
-
-    def emit(self, level: str, event: Event) -> None:
-        """Send one entry; a journal that does not read for long costs entries, never a wait."""
-        data = journal_entry(level, event)
-        try:
-            self._send(data)
-        except BlockingIOError:
-            self._lost += 1
-        except OSError as exc:
-            if exc.errno not in _JOURNAL_GONE:
-                event = {**event, "journal_error": exc.strerror}
-            self.fallback.emit(level, event)
-        else:
-            count, self._lost = self._lost, 0
-            if count:
-                self.emit("warning", {"event": "log_lines_lost", "count": count})
-
-    def close(self) -> None:
-        """Close the socket; later events go to the fallback."""
-        self._socket.close()
-
-    def _send(self, data: bytes) -> None:
-        try:
-            self._socket.sendto(data, self._path)
-        except BlockingIOError:
-            if self._lost:
-                raise
-            self._send_slowly(data)
-        except OSError as exc:
-            if exc.errno not in _TOO_BIG:
-                raise
-            self._send_as_file(data)
-
-    def _send_slowly(self, data: bytes) -> None:
-        # An unconnected datagram socket is always writable to poll, so look again a few times.
-        for _ in range(4):
-            time.sleep(_STALL_MS / 4000)
-            with contextlib.suppress(BlockingIOError):
-                self._socket.sendto(data, self._path)
-                return
-        raise BlockingIOError(errno.EAGAIN, "the journal does not read")
-
-    def _send_as_file(self, data: bytes) -> None:
-        """Send an entry beyond the datagram limit: a sealed memfd, by SCM_RIGHTS."""
-        fd = os.memfd_create("onebitd-journal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            with open(fd, "wb", closefd=False) as file:
-                file.write(data)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", fd))]
-            self._socket.sendmsg([], rights, 0, self._path)
-        finally:
-            os.close(fd)
-
-
-class Render(Protocol):
-    """Makes one line, without its newline, of an event."""
-
-    def __call__(self, level: str, event: Event) -> str:
-        """Return the line."""
-
-
-def render_json(level: str, event: Event) -> str:
-    """Return the event as a JSON object in one line."""
-    found = {"time": _now(), "level": level, "event": event.get("event", "")}
-    found.update(event)  # `time` may be the caller's own, `level` is ours
-    found["level"] = level
-    try:
-        return json.dumps(found, ensure_ascii=False, default=_plain, allow_nan=False)
-    except (TypeError, ValueError):
-        # A NaN, a key that is no string, a circle: rare, so looked for only after the failure.
-        return json.dumps(_tame(found), ensure_ascii=False, default=_plain)
-
-
-def render_text(level: str, event: Event) -> str:
-    """Return the event for a person, with a time stamp, without colour."""
-    return f"{_now()} {level:<8} {human(event)}"
-
-
-def render_coloured(level: str, event: Event) -> str:
-    """Return the event for a person at a terminal."""
-    clock = time.strftime("%H:%M:%S")
-    return f"\x1b[2m{clock}\x1b[0m \x1b[{_COLOUR.get(level, '0')}m{level:<8}\x1b[0m {human(event)}"
-
-
-def human(event: Event) -> str:
-    """Return what a person reads: `line` if there is one, else the event and its fields.
-
-    Control characters are shown as escapes: what a child printed cannot drive the terminal. A
-    traceback keeps its lines.
-    """
-    if "line" in event:
-        text = _visible(str(event["line"]))
-    else:
-        words = [str(event.get("event", ""))]
-        words += [
-            f"{key}={_short(value)}"
-            for key, value in event.items()
-            if key not in ("event", "exception")
-        ]
-        text = _visible(" ".join(words))
-    if "exception" in event:
-        text += "\n" + "\n".join(_visible(line) for line in str(event["exception"]).splitlines())
-    return text
-
-
-def journal_entry(level: str, event: Event) -> bytes:
-    """Return the event as a datagram of the journal's native protocol."""
-    fields = [
-        ("MESSAGE", human(event)),
-        ("PRIORITY", str(_PRIORITY.get(level, 6))),
-        ("SYSLOG_IDENTIFIER", IDENTIFIER),
-    ]
-    for key, value in event.items():
-        if key == "line" or value is None:
-            continue
-        name = "ONEBIT_" + _NOT_FIELD_NAME.sub("_", key.upper())
-        fields.append((name[:_FIELD_NAME_CHARS], _as_text(value)))
-    return b"".join(_journal_field(name, value) for name, value in fields)
-
-
-def _journal_field(name: str, value: str) -> bytes:
-    data = value.encode("utf-8", "backslashreplace")
-    if b"\n" not in data:
-        return name.encode() + b"=" + data + b"\n"
-    return name.encode() + b"\n" + struct.pack("<Q", len(data)) + data + b"\n"
-
-
 def _make_sink(kind: str, stream: TextIO, environ: Mapping[str, str], journal_socket: str) -> Sink:
     terminal = _is_terminal(stream)
     if kind == "auto":
@@ -448,58 +288,6 @@ def _format_exception(event: Event) -> None:
         event["exception"] = "".join(traceback.format_exception(exc)).rstrip()
 
 
-def _now() -> str:
-    moment = time.time()
-    whole = math.floor(moment)
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole))
-    return f"{stamp}.{int((moment - whole) * 1000):03d}Z"
-
-
-def _plain(value: object) -> object:
-    """Return something JSON can hold."""
-    if isinstance(value, (set, frozenset, tuple)):
-        return list(value)
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "backslashreplace")
-    return str(value)
-
-
-def _tame(value: object, depth: int = 0) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if depth > 8:
-        return "..."
-    if isinstance(value, dict):
-        return {str(key): _tame(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_tame(item, depth + 1) for item in value]
-    return value
-
-
-def _as_text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (dict, list, tuple)):
-        try:
-            return json.dumps(value, ensure_ascii=False, default=_plain)
-        except (TypeError, ValueError):
-            return str(value)
-    return str(value)
-
-
-def _short(value: object) -> str:
-    text = _as_text(value)
-    if text == "" or any(char in text for char in ' "='):
-        return json.dumps(text, ensure_ascii=False)
-    return text
-
-
-def _visible(text: str) -> str:
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
-
-
 def _fileno(stream: TextIO) -> int | None:
     try:
         return stream.fileno()
@@ -529,4 +317,4 @@ def _is_journal(stream: TextIO, environ: Mapping[str, str]) -> bool:
 def _writable_soon(fd: int) -> bool:
     poller = select.poll()
     poller.register(fd, select.POLLOUT)
-    return any(what & select.POLLOUT for _, what in poller.poll(_STALL_MS))
+    return any(what & select.POLLOUT for _, what in poller.poll(STALL_MS))

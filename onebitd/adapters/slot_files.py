@@ -21,9 +21,10 @@ from typing import Final
 
 import trio
 
-from onebitd.core import provider_contract, state_file
+from onebitd.core import provider_contract, state_check
 from onebitd.core.errors import ConfigError, HandoffError, StateFileError
 from onebitd.core.handoff import Reason
+from onebitd.core.state_layout import Layout
 
 _RUN_PREFIX: Final = "run-"
 _STATE_PREFIX: Final = "state-"
@@ -123,7 +124,7 @@ class RunFiles:
         return str(self._directory / provider_contract.STATE_FILE)
 
     async def take_state(
-        self, layout: state_file.Layout, tokens: Sequence[int], swa_window: int | None
+        self, layout: Layout, tokens: Sequence[int], swa_window: int | None
     ) -> tuple[str, int]:
         """Check the provider's state file off the event loop and move it into place.
 
@@ -216,7 +217,7 @@ def _refuse_writers(descriptor: int) -> None:
 
 
 class _OpenFile:
-    """A file as `state_file` reads it: by pread, not by mapping.
+    """A file as `state_check` reads it: by pread, not by mapping.
 
     A page that somebody truncates away under a mapping is a SIGBUS, which no daemon survives.
     The thread that reads it takes it and closes it; a cancel may keep that thread from starting.
@@ -242,13 +243,13 @@ class _OpenFile:
 
 
 def _check(
-    source: _OpenFile, layout: state_file.Layout, tokens: tuple[int, ...], swa_window: int | None
+    source: _OpenFile, layout: Layout, tokens: tuple[int, ...], swa_window: int | None
 ) -> None:
     descriptor = source.take()
     if descriptor is None:
         return  # a cancel came first; nobody looks at this answer
     try:
-        state_file.check(source, layout, tokens, swa_window=swa_window)
+        state_check.check(source, layout, tokens, swa_window=swa_window)
     except StateFileError as error:
         raise HandoffError(Reason.BAD_STATE, str(error)) from error
     except OSError as error:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
-from onebitd.core.config import is_loopback
+from onebitd.core.config_checks import is_loopback
 
 _FORBIDDEN: Final = (
     ("POST", re.compile(r"/slots/.*"), "slot actions belong to onebitd"),

@@ -6,7 +6,7 @@ import dataclasses
 
 from onebitd.core.config import Policy
 from onebitd.core.handoff import Reason, Route
-from onebitd.core.state_file import KvSection, Layout
+from onebitd.core.state_layout import KvSection, Layout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from onebitd.core.errors import (
     RequestError,
 )
 from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route, outcome_of_reply
-from onebitd.core.state_file import Layout
+from onebitd.core.state_layout import Layout
 from onebitd.services.admission import Admission, Ticket
 from onebitd.services.history import History
 from onebitd.services.supervisor import PATIENCE_S, BackendFacts, Supervisor

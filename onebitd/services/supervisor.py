@@ -46,6 +46,7 @@ from onebitd.core.errors import (
     StateFileError,
 )
 from onebitd.core.handoff import Reason
+from onebitd.core.state_layout import Layout
 
 log = structlog.get_logger()
 
@@ -103,7 +104,7 @@ class BackendFacts:
     generation: int
     ctx_size: int | None
     build: str | None
-    layout: state_file.Layout | None
+    layout: Layout | None
     unsupported: str | None
 
 
@@ -327,7 +328,7 @@ class Supervisor:
     async def _learn(self, server: LlamaServer) -> BackendFacts:
         """Ask the decoder what it is, and learn its state layout from a state it saved itself."""
         props = await server.props()
-        layout: state_file.Layout | None = None
+        layout: Layout | None = None
         unsupported: str | None = None
         name = self._slots.new_name()
         try:

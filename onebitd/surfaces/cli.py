@@ -21,6 +21,7 @@ from onebitd.core import paths
 from onebitd.core.errors import OnebitError
 from onebitd.core.handoff import Outcome
 from onebitd.surfaces import cli_pages as pages
+from onebitd.surfaces import cli_status, cli_text
 
 MAX_RECORDS: Final = 1000
 LISTED_RECORDS: Final = 20
@@ -112,8 +113,8 @@ def run_status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(status)
     else:
-        _print(pages.status_page(status, now, colour=_has_colour()))
-    return 0 if pages.is_fine(status, now) else EXIT_NOT_FINE
+        _print(cli_status.status_page(status, now, colour=_has_colour()))
+    return 0 if cli_status.is_fine(status, now) else EXIT_NOT_FINE
 
 
 def run_handoffs(arguments: argparse.Namespace) -> int:
@@ -178,7 +179,7 @@ class _HandoffPrinter:
             )
             return
         if not self._headed:
-            _print(pages.paint(pages.handoffs_header(self._width), "bold", self._colour))
+            _print(cli_text.paint(pages.handoffs_header(self._width), "bold", self._colour))
             self._headed = True
         _print(pages.handoff_row(record, self._width, colour=self._colour))
 
@@ -233,9 +234,9 @@ def _columns() -> int | None:
     """Return the terminal's width, or $COLUMNS where the output goes elsewhere, or None."""
     if sys.stdout.isatty():
         try:
-            return os.get_terminal_size(sys.stdout.fileno()).columns or pages.PAGE_COLUMNS
+            return os.get_terminal_size(sys.stdout.fileno()).columns or cli_text.PAGE_COLUMNS
         except OSError:
-            return pages.PAGE_COLUMNS
+            return cli_text.PAGE_COLUMNS
     text = os.environ.get("COLUMNS", "")
     return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 
@@ -256,7 +257,7 @@ def _print_json(value: dict[str, Any]) -> None:
 
 def _tell(message: str) -> None:
     sys.stdout.flush()
-    sys.stderr.write(f"onebitctl: {pages.clean(message)}\n")
+    sys.stderr.write(f"onebitctl: {cli_text.clean(message)}\n")
 
 
 def _drop_stdout() -> None:

@@ -24,6 +24,7 @@ from onebitd.adapters import listeners, lock_probe, logsetup
 from onebitd.adapters.config_file import check_files, read_api_keys
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.http_server import HttpServer
+from onebitd.adapters.instance import InstanceLock, ensure_private_dir
 from onebitd.adapters.process import Guard
 from onebitd.adapters.slot_files import SlotFiles
 from onebitd.adapters.systemd import ServiceManager
@@ -177,9 +178,9 @@ class Daemon:
         fallback = Path(paths.fallback_root(os.geteuid()))
         if fallback in runtime.parents:
             # Below /tmp: whoever owned that directory could put another one in ours' place.
-            listeners.ensure_private_dir(fallback, 0o700)
-        listeners.ensure_private_dir(runtime, mode)
-        instance_lock = listeners.InstanceLock(runtime / "onebitd.lock", config.instance)
+            ensure_private_dir(fallback, 0o700)
+        ensure_private_dir(runtime, mode)
+        instance_lock = InstanceLock(runtime / "onebitd.lock", config.instance)
         instance_lock.acquire()
         try:
             launch = await trio.to_thread.run_sync(plan_launch, config, runtime, self._environ)

@@ -14,7 +14,8 @@ from onebitd import __version__
 from onebitd.adapters.config_file import SYSTEM_DIRECTORY, ConfigFileMissing, load, path_for
 from onebitd.adapters.config_file import check_files as check_files  # used along with load_config
 from onebitd.core.backend_args import environment_refusals, refusals
-from onebitd.core.config import INSTANCE_NAME, SETTINGS, Config, resolve
+from onebitd.core.config import INSTANCE_NAME, SETTINGS, Config
+from onebitd.core.config_resolve import resolve
 from onebitd.core.errors import ConfigError, UsageError
 
 Action = Literal["serve", "print-backend", "check-config"]
@@ -28,7 +29,7 @@ class DaemonArgs:
         action: what to do.
         instance: value of --instance.
         config_path: value of --config, absolute.
-        flags: key path to (flag as written, value), for `onebitd.core.config.resolve`.
+        flags: key path to (flag as written, value), for `onebitd.core.config_resolve.resolve`.
         backend_args: everything after `--`.
     """
 

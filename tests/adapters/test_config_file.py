@@ -19,7 +19,8 @@ from onebitd.adapters.config_file import (
     path_for,
     read_api_keys,
 )
-from onebitd.core.config import Config, resolve
+from onebitd.core.config import Config
+from onebitd.core.config_resolve import resolve
 from onebitd.core.errors import ConfigError
 
 NOBODY = 65534

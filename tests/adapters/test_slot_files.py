@@ -16,7 +16,7 @@ import pytest
 import trio
 
 from onebitd.adapters.slot_files import RunFiles, SlotFiles
-from onebitd.core import state_file
+from onebitd.core import state_check, state_cursor, state_file
 from onebitd.core.errors import ConfigError, HandoffError
 from onebitd.core.handoff import Reason
 from tests.core.state_files import Kv, build
@@ -276,9 +276,9 @@ class PausedCheck:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
         self.ended = threading.Event()
-        real = state_file.check
+        real = state_check.check
 
-        def check(source: state_file.Source, *args: object, **more: object) -> object:
+        def check(source: state_cursor.Source, *args: object, **more: object) -> object:
             self.begun.set()
             self.go.wait(20)
             try:
@@ -286,7 +286,7 @@ class PausedCheck:
             finally:
                 self.ended.set()
 
-        monkeypatch.setattr(state_file, "check", check)
+        monkeypatch.setattr(state_check, "check", check)
 
 
 async def test_take_state_file_exchanged_during_the_check_is_refused_and_removed(

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from onebitd.core import state_file
+from onebitd.core import state_check, state_file
 from tests.harness import STANDINS
 from tests.llama_builds import (
     BUILDS,
@@ -125,7 +125,7 @@ def test_template_and_tokenize_of_a_chat_name_what_the_decoder_evaluates(
     assert all(type(id_) is int for id_ in ids)
     assert reply["usage"]["prompt_tokens"] == saved["n_saved"] == len(ids)
     layout = state_file.learn_layout(state, tuple(ids))
-    state_file.check(state, layout, tuple(ids), swa_window=None)  # holds exactly these ids
+    state_check.check(state, layout, tuple(ids), swa_window=None)  # holds exactly these ids
 
 
 def test_tokenize_with_special_tokens_as_text_gives_other_ids(server: LlamaClient) -> None:
@@ -151,7 +151,7 @@ def test_completion_prompt_in_each_shape_has_the_ids_that_tokenize_gives(
     assert reply["usage"]["prompt_tokens"] == len(expected)
     state = (server.slots_dir / "shape").read_bytes()
     layout = state_file.learn_layout(state, tuple(expected))
-    state_file.check(state, layout, tuple(expected), swa_window=None)
+    state_check.check(state, layout, tuple(expected), swa_window=None)
 
 
 def test_probe_of_three_tokens_saves_a_state_that_tells_the_layout(

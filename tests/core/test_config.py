@@ -10,14 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebitd.core.config import (
-    SETTING_BY_KEY,
-    SETTINGS,
-    Config,
-    Policy,
-    is_loopback,
-    resolve,
-)
+from onebitd.core.config import SETTING_BY_KEY, SETTINGS, Config, Policy
+from onebitd.core.config_checks import is_loopback
+from onebitd.core.config_resolve import resolve
 from onebitd.core.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from onebitd.core.policy import (
     plan,
     plan_without_prompt,
 )
-from onebitd.core.state_file import KvSection, Layout, RecrSection, Rows
+from onebitd.core.state_layout import KvSection, Layout, RecrSection, Rows
 
 KNOWN = Knowledge(
     policy=Policy.AUTO, has_provider=True, device="hybrid", unsupported=None, min_tokens=1

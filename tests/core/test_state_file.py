@@ -14,17 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onebitd.core.errors import StateFileError
-from onebitd.core.state_file import (
-    CHUNK_BYTES,
-    Channels,
-    KvSection,
-    Layout,
-    RecrSection,
-    Rows,
-    check,
-    learn_layout,
-    parse,
-)
+from onebitd.core.state_check import CHUNK_BYTES, check
+from onebitd.core.state_file import learn_layout, parse
+from onebitd.core.state_layout import Channels, KvSection, Layout, RecrSection, Rows
 from tests.core.state_files import (
     BF16,
     F16,

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from onebitd.core.config import SETTING_BY_KEY, SETTINGS, Config, Setting, resolve
+from onebitd.core.config import SETTING_BY_KEY, SETTINGS, Config, Setting
+from onebitd.core.config_resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "etc" / "onebitd.toml"

@@ -212,7 +212,8 @@ def page_of(module: Path) -> Path:
     """Return the page of the program that a module belongs to."""
     if module.name == "prefill_llama.py":
         return PROVIDER
-    return CLIENT if module.stem in ("cli", "cli_pages", "client") else DAEMON
+    of_client = module.stem == "client" or module.stem.partition("_")[0] == "cli"
+    return CLIENT if of_client else DAEMON
 
 
 def test_man_pages_name_every_variable_that_the_code_reads() -> None:

@@ -23,8 +23,10 @@ from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.llama_server import LlamaServer, Restored
 from onebitd.adapters.process import Child
 from onebitd.core import request, state_file
-from onebitd.core.config import Policy, resolve
+from onebitd.core.config import Policy
+from onebitd.core.config_resolve import resolve
 from onebitd.core.errors import BackendError, RequestError
+from onebitd.core.state_layout import Layout
 from onebitd.services import supervisor as supervisor_module
 from onebitd.services.admission import Admission
 from onebitd.services.handoff import Handoffs
@@ -701,7 +703,7 @@ async def test_exchange_no_room_for_the_state_falls_back(
 ) -> None:
     """no_space, before any provider runs."""
     async with rigged(place) as rig:
-        monkeypatch.setattr(state_file.Layout, "bytes_for", lambda layout, count: 1 << 60)
+        monkeypatch.setattr(Layout, "bytes_for", lambda layout, count: 1 << 60)
         assert (await rig.ask()).end == ("fallback", "no_space")
         assert rig.provider_runs() == []
         assert rig.nothing_is_left()

@@ -12,6 +12,7 @@ from onebitd.core.control_api import BackendStatus, LastExit, LockStatus, Provid
 from onebitd.core.handoff import Outcome, Reason, Route
 from onebitd.services.history import History
 from onebitd.surfaces import cli_pages as pages
+from onebitd.surfaces import cli_status, cli_text
 from tests.surfaces.control_server import make_record, make_status
 
 NOW = dt.datetime(2026, 5, 1, 12, 10, 0, tzinfo=dt.UTC)
@@ -57,7 +58,7 @@ def test_status_page_nothing_wrong_is_the_documented_page() -> None:
         provider=provider(last_error=LAST_ERROR),
         slot=SlotStatus(True, "decode", "3f9a", 2.13),
     )
-    assert pages.status_page(status, NOW, colour=False).split("\n") == [
+    assert cli_status.status_page(status, NOW, colour=False).split("\n") == [
         "qwen: ready, up 2 h 5 min, http://127.0.0.1:8000",
         "model     qwen3-4b, /models/qwen3-4b-q4_k_m.gguf",
         "          context 8192 tokens, state version 2, kv, 36 layers",
@@ -70,7 +71,7 @@ def test_status_page_nothing_wrong_is_the_documented_page() -> None:
         "reasons   provider_exit 1",
         "last fail 1 min ago, provider_exit: status 3: no XDNA device",
     ]
-    assert pages.is_fine(status, NOW)
+    assert cli_status.is_fine(status, NOW)
 
 
 @pytest.mark.parametrize(
@@ -113,12 +114,12 @@ def test_status_page_nothing_wrong_is_the_documented_page() -> None:
 def test_status_page_something_wrong_says_so_first(changes: dict[str, Any], words: str) -> None:
     """The first lines are the sentence, the exit status is 1, and the page stays in its columns."""
     status = status_of(**changes)
-    page = pages.status_page(status, NOW, colour=False)
+    page = cli_status.status_page(status, NOW, colour=False)
     head, _, rest = page.partition("\n\n")
     assert words in " ".join(head.split("\n"))
     assert rest.startswith("qwen: ")
-    assert max(map(len, page.split("\n"))) <= pages.PAGE_COLUMNS
-    assert not pages.is_fine(status, NOW)
+    assert max(map(len, page.split("\n"))) <= cli_text.PAGE_COLUMNS
+    assert not cli_status.is_fine(status, NOW)
 
 
 @pytest.mark.parametrize(
@@ -132,36 +133,36 @@ def test_status_page_something_wrong_says_so_first(changes: dict[str, Any], word
 )
 def test_find_problems_past_or_single_faults_are_none(changes: dict[str, Any]) -> None:
     """What is over, or happened once or twice, does not raise an alarm."""
-    assert pages.find_problems(status_of(**changes), NOW) == []
+    assert cli_status.find_problems(status_of(**changes), NOW) == []
 
 
 def test_status_page_loading_is_not_fine_and_not_wrong() -> None:
     """A model that loads is no fault, and not ready either."""
     status = status_of(state="loading", state_detail="50 %", backend=backend(state="LOADING"))
-    page = pages.status_page(status, NOW, colour=False)
+    page = cli_status.status_page(status, NOW, colour=False)
     assert page.startswith("qwen: loading (50 %), up ")
-    assert not pages.is_fine(status, NOW)
+    assert not cli_status.is_fine(status, NOW)
 
 
 def test_status_page_long_values_wrap_under_their_column() -> None:
     """Nothing passes column 80, nothing is left out."""
     long = "/var/lib/models/" + "x" * 120 + ".gguf"
     model = dataclasses.replace(make_status().model, path=long)
-    page = pages.status_page(status_of(model=model), NOW, colour=False)
-    assert max(map(len, page.split("\n"))) <= pages.PAGE_COLUMNS
+    page = cli_status.status_page(status_of(model=model), NOW, colour=False)
+    assert max(map(len, page.split("\n"))) <= cli_text.PAGE_COLUMNS
     assert long in page.replace("\n          ", "")
 
 
 @pytest.mark.parametrize("status", [{}, {"state": "ready", "backend": None, "handoffs": {}}])
 def test_status_page_daemon_of_another_version_is_still_shown(status: dict[str, Any]) -> None:
     """Missing and unknown fields are no traceback."""
-    assert "decoder   ?" in pages.status_page(status, NOW, colour=True)
+    assert "decoder   ?" in cli_status.status_page(status, NOW, colour=True)
 
 
 def test_status_page_hostile_text_cannot_move_the_cursor() -> None:
     """Details quote other programs; their escapes are made harmless."""
     error = LAST_ERROR | {"detail": "a\x1b[2Jb\nc"}
-    page = pages.status_page(status_of(provider=provider(last_error=error)), NOW, colour=False)
+    page = cli_status.status_page(status_of(provider=provider(last_error=error)), NOW, colour=False)
     assert "a?[2Jb c" in page
 
 
@@ -245,7 +246,7 @@ def test_config_page_is_key_value_source() -> None:
 )
 def test_duration_reads_like_a_person_would_say_it(seconds: float | None, text: str) -> None:
     """Two units at most."""
-    assert pages.duration(seconds) == text
+    assert cli_text.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -253,4 +254,4 @@ def test_duration_reads_like_a_person_would_say_it(seconds: float | None, text: 
 )
 def test_mebibytes_switches_to_gibibytes_when_large(size: int, text: str) -> None:
     """Three or four digits at most."""
-    assert pages.mebibytes(size) == text
+    assert cli_text.mebibytes(size) == text

@@ -1,0 +1,250 @@
+"""What `onebitctl status` prints: pure functions from what the daemon said to lines of text.
+
+They take plain mappings and read them with care: the daemon may be of another version.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from typing import Any, Final
+
+from onebitd.surfaces.cli_text import (
+    ago,
+    clean,
+    duration,
+    mebibytes,
+    moment_of,
+    paint,
+    part_of,
+    wrap,
+)
+
+RECENT_EXIT_S: Final = 600.0
+"""A decoder that ended against its will counts as a fault for so long after its restart."""
+MANY_FAILURES: Final = 3
+"""So many handoffs tried in vain in a row count as a fault."""
+
+_LABEL_COLUMNS: Final = 10
+_STATE_PAINTS: Final = {"ready": "green", "failed": "red"}
+
+_ADVICE: Final = {
+    "lock_busy": "`onebitctl lock` names who has the device",
+    "lock_unusable": "`onebitctl lock` says what is wrong with the lock file",
+    "no_space": "make room where the state files live (handoff.state_dir)",
+    "bad_state": "provider, model and decoder do not fit together",
+    "wasted": "the decoder evaluates what it was handed again, see onebitd(8)",
+}
+
+
+def status_page(status: Mapping[str, Any], now: dt.datetime, *, colour: bool) -> str:
+    """Return the page of `onebitctl status`: what is wrong first, then the state, then the rest."""
+    lines: list[str] = []
+    for problem in find_problems(status, now):
+        lines += [paint(line, "yellow", colour) for line in wrap(problem, "", "")]
+    if lines:
+        lines.append("")
+    lines += _state_lines(status, colour)
+    for label, values in _rows(status, now):
+        for position, value in enumerate(values):
+            head = label if position == 0 else ""
+            indent = " " * _LABEL_COLUMNS
+            lines += wrap(clean(value), head.ljust(_LABEL_COLUMNS), indent)
+    return "\n".join(lines)
+
+
+def find_problems(status: Mapping[str, Any], now: dt.datetime) -> list[str]:
+    """Return a sentence for each thing that is wrong, with what to do; empty when all is well."""
+    checks = (_state_problem, _exit_problem, _provider_problem, _lock_problem, _failure_problem)
+    return [clean(problem) for check in checks if (problem := check(status, now)) is not None]
+
+
+def is_fine(status: Mapping[str, Any], now: dt.datetime) -> bool:
+    """Tell whether the daemon is ready and nothing is wrong with it."""
+    return status.get("state") == "ready" and not find_problems(status, now)
+
+
+def _state_lines(status: Mapping[str, Any], colour: bool) -> list[str]:
+    state = clean(str(status.get("state", "?")))
+    parts = [state]
+    if status.get("state_detail"):
+        parts[0] += f" ({status['state_detail']})"
+    parts.append(f"up {duration(status.get('uptime_s'))}")
+    parts += [str(address) for address in status.get("listen") or ()]
+    head = clean(f"{status.get('instance', '?')}: ")
+    first, *rest = wrap(clean(", ".join(parts)), head, " " * len(head))
+    painted = head + paint(state, _STATE_PAINTS.get(state, "yellow"), colour)
+    return [first.replace(head + state, painted, 1), *rest]
+
+
+def _rows(status: Mapping[str, Any], now: dt.datetime) -> list[tuple[str, list[str]]]:
+    rows = [
+        ("model", _model_values(part_of(status, "model"))),
+        ("decoder", _decoder_values(part_of(status, "backend"), now)),
+        ("provider", _provider_values(part_of(status, "provider"))),
+        ("lock", _lock_values(part_of(status, "lock"))),
+        ("slot", _slot_values(part_of(status, "slot"))),
+        ("queue", _queue_values(part_of(status, "queue"))),
+        *_counter_rows(part_of(status, "handoffs")),
+    ]
+    failure = part_of(part_of(status, "provider"), "last_error")
+    if failure:
+        rows.append(("last fail", [_failure_words(failure, now)]))
+    return rows
+
+
+def _model_values(model: Mapping[str, Any]) -> list[str]:
+    facts = []
+    if model.get("ctx_size") is not None:
+        facts.append(f"context {model['ctx_size']} tokens")
+    if model.get("state_version") is not None:
+        facts.append(f"state version {model['state_version']}")
+    if model.get("layout"):
+        facts.append(str(model["layout"]))
+    values = [f"{model.get('alias', '?')}, {model.get('path', '?')}"]
+    return [*values, ", ".join(facts)] if facts else values
+
+
+def _decoder_values(backend: Mapping[str, Any], now: dt.datetime) -> list[str]:
+    facts = [str(backend.get("state", "?"))]
+    if backend.get("pid") is not None:
+        facts.append(f"pid {backend['pid']}")
+    if backend.get("rss_bytes") is not None:
+        facts.append(mebibytes(backend["rss_bytes"]))
+    if backend.get("build"):
+        facts.append(f"llama.cpp {backend['build']}")
+    if backend.get("devices"):
+        facts.append(f"on {', '.join(map(str, backend['devices']))}")
+    values = [", ".join(facts)]
+    restarts, last_exit = backend.get("restarts") or 0, part_of(backend, "last_exit")
+    if restarts or last_exit:
+        text = f"restarted {restarts} {'time' if restarts == 1 else 'times'}"
+        if last_exit:
+            text += f", last exit {ago(last_exit.get('time'), now)}: {last_exit.get('reason')}"
+        values.append(text)
+    return values
+
+
+def _provider_values(provider: Mapping[str, Any]) -> list[str]:
+    if not provider.get("program"):
+        return ["none: the decoder prefills every prompt itself"]
+    text = f"{provider.get('state', '?')}, {provider['program']}"
+    if provider.get("breaker") not in (None, "closed"):
+        text += f", breaker {provider['breaker']}"
+    return [text]
+
+
+def _lock_values(lock: Mapping[str, Any]) -> list[str]:
+    state = "free"
+    if lock.get("held"):
+        holder = part_of(lock, "holder")
+        state = f"held by pid {holder['pid']}" if holder else "held by a process out of sight"
+        if holder.get("command"):
+            state += f" ({holder['command']})"
+    hold = {"handoff": "taken around each provider run", "lifetime": "kept while onebitd runs"}
+    how = hold.get(str(lock.get("hold")), str(lock.get("hold", "?")))
+    return [f"{state}, {lock.get('path', '?')}, {how}"]
+
+
+def _slot_values(slot: Mapping[str, Any]) -> list[str]:
+    if not slot.get("busy"):
+        return ["idle"]
+    facts = ["busy"]
+    if slot.get("phase"):
+        facts.append(str(slot["phase"]))
+    if slot.get("request_id"):
+        facts.append(f"request {slot['request_id']}")
+    if slot.get("age_s") is not None:
+        facts.append(f"for {duration(slot['age_s'])}")
+    return [", ".join(facts)]
+
+
+def _queue_values(queue: Mapping[str, Any]) -> list[str]:
+    return [f"{queue.get('pending', '?')} waiting, room for {queue.get('max', '?')}"]
+
+
+def _counter_rows(handoffs: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    reasons = part_of(handoffs, "by_reason")
+    counters = [f"{name} {count}" for name, count in handoffs.items() if name != "by_reason"]
+    rows = [("handoffs", [", ".join(counters) or "?"])]
+    if reasons:
+        ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+        rows.append(("reasons", [", ".join(f"{name} {count}" for name, count in ordered)]))
+    return rows
+
+
+def _state_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
+    instance = status.get("instance", "?")
+    last_exit = part_of(part_of(status, "backend"), "last_exit")
+    why = status.get("state_detail") or last_exit.get("reason")
+    because = f" ({why})" if why else ""
+    match status.get("state"):
+        case "failed":
+            return f"onebitd has failed{because}. Its log says more: {_journal(instance)}"
+        case "restarting":
+            return (
+                f"The decoder is being restarted{because}; until it is ready, requests get 503."
+                f" Its last words are in the log: {_journal(instance)}"
+            )
+        case "draining":
+            return "onebitd is stopping: replies under way are finished, new requests get 503."
+    return None
+
+
+def _exit_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
+    last_exit = part_of(part_of(status, "backend"), "last_exit")
+    moment = moment_of(last_exit.get("time"))
+    if status.get("state") != "ready" or moment is None:
+        return None
+    if (now - moment).total_seconds() > RECENT_EXIT_S:
+        return None
+    return (
+        f"The decoder ended unexpectedly {ago(last_exit.get('time'), now)}"
+        f" ({last_exit.get('reason')}) and was restarted. Its last words are in the log:"
+        f" {_journal(status.get('instance', '?'))}"
+    )
+
+
+def _provider_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
+    provider = part_of(status, "provider")
+    if provider.get("state") == "stuck":
+        return (
+            "A run of the prefill provider cannot be killed; no prompt is handed off until it is"
+            " gone. It hangs in the kernel: look at dmesg, the device may need a reset."
+        )
+    if provider.get("breaker") not in (None, "closed"):
+        return f"The prefill provider is not called for now: its breaker is {provider['breaker']}."
+    return None
+
+
+def _lock_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
+    lock = part_of(status, "lock")
+    return f"Device lock {lock.get('path')}: {lock['problem']}." if lock.get("problem") else None
+
+
+def _failure_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
+    provider, counts = part_of(status, "provider"), part_of(status, "handoffs")
+    in_a_row = provider.get("consecutive_failures") or 0
+    failed = sum(counts.get(name) or 0 for name in ("fallback", "wasted", "failed"))
+    tried = failed + (counts.get("used") or 0)
+    if in_a_row >= MANY_FAILURES:
+        text = f"The last {in_a_row} handoffs failed"
+    elif in_a_row and tried >= 10 and failed * 2 > tried:
+        text = f"{failed} of {tried} handoffs failed"
+    else:
+        return None
+    failure = part_of(provider, "last_error")
+    reason = failure.get("reason", "?")
+    advice = _ADVICE.get(reason, "`onebitctl handoffs` shows each, the log holds more")
+    if failure:
+        text += f", the last with {reason}"
+    return f"{text}: the decoder prefills instead, which is slower. What helps: {advice}."
+
+
+def _failure_words(failure: Mapping[str, Any], now: dt.datetime) -> str:
+    detail = f": {failure['detail']}" if failure.get("detail") else ""
+    return f"{ago(failure.get('time'), now)}, {failure.get('reason', '?')}{detail}"
+
+
+def _journal(instance: object) -> str:
+    return f"journalctl -u onebitd@{instance}"

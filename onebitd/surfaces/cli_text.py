@@ -1,0 +1,102 @@
+"""How `onebitctl` shows values: durations, sizes, times, colours, lines of limited width."""
+
+from __future__ import annotations
+
+import datetime as dt
+import textwrap
+from collections.abc import Mapping
+from typing import Any, Final
+
+PAGE_COLUMNS: Final = 80
+
+_PAINTS: Final = {"green": "32", "yellow": "33", "red": "31", "dim": "2", "bold": "1"}
+
+
+def duration(seconds: float | None) -> str:
+    """Return `2.1 s`, `3 min 20 s`, `2 h 5 min` or `4 d 3 h`."""
+    if seconds is None:
+        return "?"
+    if seconds < 60:
+        return f"{max(seconds, 0.0):.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    whole = int(seconds)
+    for size, unit, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
+        if whole >= size:
+            rest = whole % size // part
+            return f"{whole // size} {unit} {rest} {small}" if rest else f"{whole // size} {unit}"
+    rest = whole % 60
+    return f"{whole // 60} min {rest} s" if rest else f"{whole // 60} min"
+
+
+def mebibytes(size_bytes: int) -> str:
+    """Return `812 MiB`, from 10 GiB on `12.3 GiB`."""
+    size = size_bytes / 2**20
+    return f"{size:.0f} MiB" if size < 10240 else f"{size / 1024:.1f} GiB"
+
+
+def milliseconds(value: float | None) -> str:
+    """Return `0.41 ms`, `88.1 ms`, `1.52 s` or `-`."""
+    if value is None:
+        return "-"
+    if value >= 1000:
+        return f"{value / 1000:.2f} s"
+    return f"{value:.1f} ms" if value >= 10 else f"{value:.2f} ms"
+
+
+def local_time(text: object) -> str:
+    """Return a record's time as HH:MM:SS of the local zone, or `-`."""
+    moment = moment_of(text)
+    return "-" if moment is None else moment.astimezone().strftime("%H:%M:%S")
+
+
+def ago(text: object, now: dt.datetime) -> str:
+    """Return a record's time as `3 min 20 s ago`, or `at ?`."""
+    moment = moment_of(text)
+    return "at ?" if moment is None else f"{duration((now - moment).total_seconds())} ago"
+
+
+def moment_of(text: object) -> dt.datetime | None:
+    """Return a record's time; None if it is none, or of no zone."""
+    try:
+        moment = dt.datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return moment if moment.tzinfo is not None else None
+
+
+def clean(text: str) -> str:
+    """Return the text without what would move the cursor or break the line.
+
+    Details quote other programs' output.
+    """
+    return "".join(
+        letter if letter.isprintable() else " " if letter.isspace() else "?" for letter in text
+    )
+
+
+def cut(line: str, width: int | None) -> str:
+    """Return the line, shortened to `width` columns with an ellipsis."""
+    if width is None or len(line) <= width:
+        return line
+    return line[: max(width - 1, 0)].rstrip() + "…"
+
+
+def paint(text: str, name: str, colour: bool) -> str:
+    """Return the text in a colour, or as it is when `colour` is False."""
+    return f"\x1b[{_PAINTS[name]}m{text}\x1b[0m" if colour else text
+
+
+def wrap(text: str, first: str, rest: str) -> list[str]:
+    """Return lines of at most `PAGE_COLUMNS`; the first starts with `first`, others with `rest`."""
+    return textwrap.wrap(
+        text,
+        PAGE_COLUMNS,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_on_hyphens=False,
+    ) or [first.rstrip()]
+
+
+def part_of(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the table under a key; an empty one if there is none, or something else is there."""
+    found = mapping.get(key)
+    return found if isinstance(found, Mapping) else {}
