@@ -12,17 +12,16 @@ import datetime as dt
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Self
 
 import structlog
 import trio
 
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.llama_server import Headers, Reply
-from onebitd.adapters.process import Child, Guard
-from onebitd.adapters.provider_process import run_provider
-from onebitd.adapters.slot_files import RunFiles, SlotFiles
-from onebitd.core import policy, provider_contract, request, sse
+from onebitd.adapters.process import Guard
+from onebitd.adapters.slot_files import SlotFiles
+from onebitd.core import policy, request, sse
 from onebitd.core.config import Config, Policy
 from onebitd.core.control_api import rfc3339
 from onebitd.core.errors import (
@@ -34,9 +33,9 @@ from onebitd.core.errors import (
     RequestError,
 )
 from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route, outcome_of_reply
-from onebitd.core.state_layout import Layout
 from onebitd.services.admission import Admission, Ticket
 from onebitd.services.history import History
+from onebitd.services.provider_runs import ProviderRuns, ProviderState, timed
 from onebitd.services.supervisor import PATIENCE_S, BackendFacts, Supervisor
 
 log = structlog.get_logger()
@@ -76,22 +75,12 @@ class Handoffs:
         self.admission = admission
         self.slots = slots
         self.history = history
-        self._lock = lock
-        self._guard = guard
-        self._environ = environ
-        self._turn = trio.Lock()  # one provider run at a time, in the line's order
-        self._stuck: Child | None = None
-        self._running = False
-        self._stuck_event = trio.Event()
+        self.runs = ProviderRuns(config, slots, lock, guard, environ, supervisor.swa_window)
 
     @property
-    def provider_state(self) -> Literal["none", "idle", "running", "stuck"]:
+    def provider_state(self) -> ProviderState:
         """For `status`: what the provider is doing."""
-        if self.config.provider.program is None:
-            return "none"
-        if self._stuck is not None:
-            return "stuck"
-        return "running" if self._running else "idle"
+        return self.runs.state
 
     def exchange(
         self,
@@ -112,115 +101,6 @@ class Handoffs:
         """
         policy_of_request = wanted or self.config.handoff.policy
         return Exchange(self, path, parsed, policy_of_request, request_id, client_gone)
-
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Hold the lock for the daemon's life if so configured, and reap runs that got stuck."""
-        lock = self._lock
-        try:
-            if lock is not None and self.config.lock.hold == "lifetime":
-                try:
-                    async with self._turn:  # requests wait for this, not for the lock behind it
-                        await lock.wait_acquired(self.config.lock.wait_s)
-                except HandoffError as error:
-                    log.warning("lock_not_taken", reason=error.reason, detail=error.detail)
-            task_status.started()
-            while True:
-                await self._stuck_event.wait()
-                self._stuck_event = trio.Event()
-                if self._stuck is not None:
-                    await self._stuck.wait_gone()
-                    log.warning("provider_gone", pid=self._stuck.pid)
-                    self._stuck = None
-                    self._release_lock()
-        finally:
-            if lock is not None and lock.held:
-                lock.release()
-
-    def _release_lock(self) -> None:
-        lock = self._lock
-        if lock is not None and lock.held and self.config.lock.hold == "handoff":
-            lock.release()
-
-    def _note_stuck(self, child: Child) -> None:
-        self._stuck = child
-        self._stuck_event.set()
-        log.error(
-            "provider_stuck",
-            pid=child.pid,
-            line=f"the provider (pid {child.pid}) cannot be killed; no new run starts until it is "
-            "gone, and the device lock stays with it",
-        )
-
-    async def prefill(
-        self, tokens: list[int], layout: Layout, record: HandoffRecord, ticket: Ticket
-    ) -> tuple[str, int]:
-        """Have the provider prefill these tokens; the caller removes the state file.
-
-        Returns:
-            The checked state file's name in the slot directory, and its size in bytes.
-
-        Raises:
-            HandoffError: with the reason.
-        """
-        ticket.phase = "lock"
-        async with self._turn:
-            if self._stuck is not None:
-                raise HandoffError(
-                    Reason.PROVIDER_TIMEOUT,
-                    f"an earlier provider run (pid {self._stuck.pid}) cannot be killed",
-                )
-            self.slots.check_space(layout.bytes_for(len(tokens)))
-            run = self.slots.new_run(tokens)
-            try:
-                await self._run_locked(run, record, ticket)
-                with timed(record, "check_ms"):
-                    return await run.take_state(layout, tokens, self.supervisor.swa_window)
-            finally:
-                run.remove()
-
-    async def _run_locked(self, run: RunFiles, record: HandoffRecord, ticket: Ticket) -> None:
-        config = self.config
-        lock = self._lock
-        if lock is not None:
-            with timed(record, "lock_ms"):
-                if lock.held and not lock.still_ours():
-                    log.warning("lock_lost", line=f"{lock.path} was replaced; taking the new one")
-                    lock.release()
-                if not lock.held:
-                    await lock.wait_acquired(config.lock.wait_s)
-        try:
-            await self._run_provider(run, record, ticket)
-        finally:
-            if self._stuck is None:
-                self._release_lock()
-
-    async def _run_provider(self, run: RunFiles, record: HandoffRecord, ticket: Ticket) -> None:
-        config = self.config
-        program = config.provider.program
-        assert program is not None  # noqa: S101 - plan() hands off only with a provider
-        ticket.phase = "prefill"
-        self._running = True
-        try:
-            with timed(record, "provider_wall_ms"):
-                result = await run_provider(
-                    provider_contract.file_route_argv(
-                        program,
-                        tokens_file=run.tokens_path,
-                        state_file=run.state_path,
-                        model=config.model.path,
-                        elfs=config.provider.elfs,
-                    ),
-                    env=provider_contract.environment(
-                        self._environ, config.provider.env, lock_held=self._lock is not None
-                    ),
-                    timeout_s=config.provider.timeout_s,
-                    guard=self._guard,
-                    on_line=_log_provider_line,
-                    on_stuck=self._note_stuck,
-                )
-        finally:
-            self._running = False
-        record.prefill_ms = result.wall_ms if result.reported_ms is None else result.reported_ms
 
     async def make_safe(self, facts: BackendFacts, why: str) -> None:
         """Empty the slot after a restore that went wrong, before anything is decoded from it.
@@ -416,7 +296,7 @@ class Exchange:
         assert layout is not None  # noqa: S101 - plan() skips a decoder without one
         with self._waiting("queue_ms", ticket):
             await ticket.wait_may_prefill()
-        name, size = await handoffs.prefill(tokens, layout, self.record, ticket)
+        name, size = await handoffs.runs.prefill(tokens, layout, self.record, ticket)
         self.record.state_bytes = size
         try:
             with self._waiting("queue_ms", ticket):
@@ -627,17 +507,3 @@ async def _error_text(reply: Reply) -> str:
 
 def _ms_since(started: float) -> float:
     return (time.monotonic() - started) * 1000.0
-
-
-@contextlib.contextmanager
-def timed(record: HandoffRecord, field: str) -> Iterator[None]:
-    """Add the time spent inside to a `_ms` field of the record, whatever happens inside."""
-    started = time.monotonic()
-    try:
-        yield
-    finally:
-        setattr(record, field, (getattr(record, field) or 0.0) + _ms_since(started))
-
-
-def _log_provider_line(name: str, line: bytes) -> None:
-    log.debug("provider_output", stream=name, line=f"provider: {line.decode('utf-8', 'replace')}")

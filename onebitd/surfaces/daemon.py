@@ -11,7 +11,6 @@ import shlex
 import signal
 import socket
 import sys
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +19,7 @@ import structlog
 import trio
 
 from onebitd import __version__
-from onebitd.adapters import listeners, lock_probe, logsetup
+from onebitd.adapters import listeners, logsetup
 from onebitd.adapters.config_file import check_files, read_api_keys
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.http_server import HttpServer
@@ -30,16 +29,7 @@ from onebitd.adapters.slot_files import SlotFiles
 from onebitd.adapters.systemd import ServiceManager
 from onebitd.core import paths
 from onebitd.core.backend_state import BackendState
-from onebitd.core.config import SETTING_BY_KEY, Config
-from onebitd.core.control_api import (
-    BackendStatus,
-    LockStatus,
-    ModelStatus,
-    ProviderStatus,
-    QueueStatus,
-    SlotStatus,
-    Status,
-)
+from onebitd.core.config import Config
 from onebitd.core.errors import BackendFailed, ConfigError, OnebitError, UsageError
 from onebitd.services.admission import Admission
 from onebitd.services.handoff import Handoffs
@@ -49,6 +39,7 @@ from onebitd.surfaces import daemon_args
 from onebitd.surfaces.control_http import create_control_app
 from onebitd.surfaces.launch import plan_launch, slots_dir
 from onebitd.surfaces.public_http import PublicApp
+from onebitd.surfaces.status_view import StatusView
 
 log = structlog.get_logger()
 
@@ -57,10 +48,6 @@ _ONLY_HANDOFFS_NEED: Final = ("provider.", "lock.")
 _BACKLOG: Final = 1024
 _NOTIFY_EVERY_S: Final = 1.0
 _EXTEND_S: Final = 30.0
-_STATE_OF: Final = {
-    BackendState.READY: "ready",
-    BackendState.FAILED: "failed",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,7 +129,7 @@ class _Service:
 
 
 class Daemon:
-    """One instance, from its lock to its last log line; also what the control socket shows."""
+    """One instance, from its lock to its last log line."""
 
     def __init__(
         self, config: Config, runtime: Path, manager: ServiceManager, environ: Mapping[str, str]
@@ -151,16 +138,15 @@ class Daemon:
         self._runtime = runtime
         self._manager = manager
         self._environ = environ
-        self._started = time.monotonic()
         self._stop_asked = trio.Event()
         self._hurry = trio.Event()
-        self._draining = False
         self._failure: BackendFailed | None = None
         self._listen: list[str] = []
-        self.history = History()
+        self._history = History()
         self._admission = Admission(config.http.max_pending)
         self._supervisor: Supervisor
         self._handoffs: Handoffs
+        self._view: StatusView
 
     async def run(self) -> None:
         """Serve until told to stop.
@@ -235,8 +221,16 @@ class Daemon:
             slots,
             lock,
             guard,
-            self.history,
+            self._history,
             self._environ,
+        )
+        self._view = StatusView(
+            config,
+            self._supervisor,
+            self._handoffs,
+            self._admission,
+            self._history,
+            self._listen,
         )
 
     async def _run_services(
@@ -245,11 +239,11 @@ class Daemon:
         public_sockets: Sequence[socket.socket],
         keys: tuple[str, ...],
     ) -> None:
-        app = PublicApp(self._handoffs, self._config.http, keys, lambda: self._draining)
-        control_app: Any = create_control_app(self)
+        app = PublicApp(self._handoffs, self._config.http, keys, lambda: self._view.draining)
+        control_app: Any = create_control_app(self._view)
         public = _Service(HttpServer(app, public_sockets).run)
         control = _Service(HttpServer(control_app, control_sockets).run)
-        handoffs = _Service(self._handoffs.run)
+        handoffs = _Service(self._handoffs.runs.run)
         decoder = _Service(self._run_decoder)
         async with trio.open_nursery() as nursery:
             await nursery.start(self._watch_signals)
@@ -264,7 +258,7 @@ class Daemon:
             await public.stop()
             await decoder.stop()
             await handoffs.stop()
-            self.history.close()
+            self._history.close()
             await control.stop()
             nursery.cancel_scope.cancel()
         log.info("stopped", line="onebitd stopped")
@@ -321,9 +315,9 @@ class Daemon:
 
     async def _drain(self, app: PublicApp) -> None:
         """Let running replies finish, within the time for it; turn everybody else away."""
-        self._draining = True
+        self._view.draining = True
         self._admission.close()
-        self._manager.stopping(self._status_line())
+        self._manager.stopping(self._view.line())
         if self._failure is None:
             async with trio.open_nursery() as nursery:
                 nursery.cancel_scope.deadline = (
@@ -349,7 +343,7 @@ class Daemon:
         if not self._manager.present:
             return
         while True:
-            if self._draining or self._supervisor.state is not BackendState.READY:
+            if self._view.draining or self._supervisor.state is not BackendState.READY:
                 self._manager.extend_timeout(_EXTEND_S)
                 self._tell_manager()
             if interval_s is not None:
@@ -357,108 +351,7 @@ class Daemon:
             await trio.sleep(pause_s)
 
     def _tell_manager(self) -> None:
-        self._manager.status(self._status_line())
-
-    def _status_line(self) -> str:
-        state, detail = self._state()
-        if state == "ready":
-            return f"ready on {', '.join(self._listen)}"
-        return f"{state}: {detail}" if detail else state
-
-    def _state(self) -> tuple[str, str | None]:
-        supervisor = self._supervisor
-        since_s = time.monotonic() - supervisor.state_since
-        if self._draining:
-            replies = self._admission.pending + (self._admission.holder is not None)
-            return "draining", f"{replies} {'reply' if replies == 1 else 'replies'}"
-        if supervisor.state in _STATE_OF:
-            return _STATE_OF[supervisor.state], None
-        if supervisor.last_exit is not None:
-            return "restarting", f"the decoder: {supervisor.last_exit.reason}"
-        return "loading", f"{since_s:.0f} s"
-
-    def status(self) -> Status:
-        """Return the whole of `/v1/status`, as of now."""
-        config, supervisor = self._config, self._supervisor
-        facts = supervisor.facts
-        state, detail = self._state()
-        return Status(
-            version=__version__,
-            instance=config.instance,
-            pid=os.getpid(),
-            uptime_s=round(time.monotonic() - self._started, 3),
-            state=state,
-            state_detail=detail,
-            listen=self._listen,
-            model=ModelStatus(
-                alias=config.model.alias,
-                path=config.model.path,
-                ctx_size=config.model.ctx_size if facts is None else facts.ctx_size,
-                state_version=None
-                if facts is None or facts.layout is None
-                else facts.layout.version,
-                layout=None
-                if facts is None
-                else facts.unsupported
-                if facts.layout is None
-                else facts.layout.describe(),
-            ),
-            backend=BackendStatus(
-                pid=supervisor.pid,
-                state=supervisor.state.value,
-                restarts=supervisor.restarts,
-                last_exit=supervisor.last_exit,
-                build=None if facts is None else facts.build,
-                devices=supervisor.devices,
-                rss_bytes=supervisor.rss_bytes(),
-            ),
-            provider=self._provider_status(),
-            lock=self._lock_status(),
-            slot=self._slot_status(),
-            queue=QueueStatus(self._admission.pending, self._admission.max_pending),
-            handoffs=self.history.counts(),
-        )
-
-    def _provider_status(self) -> ProviderStatus:
-        return ProviderStatus(
-            program=self._config.provider.program,
-            state=self._handoffs.provider_state,
-            breaker="closed",
-            consecutive_failures=self.history.consecutive_failures,
-            last_error=self.history.last_failure,
-        )
-
-    def _lock_status(self) -> LockStatus:
-        lock = self._config.lock
-        found = lock_probe.probe(lock.path)
-        holder = found.holder
-        return LockStatus(
-            path=lock.path,
-            held=found.held,
-            holder=None if holder is None else {"pid": holder.pid, "command": holder.command},
-            hold=lock.hold if lock.enabled else "never",
-            problem=found.problem,
-        )
-
-    def _slot_status(self) -> SlotStatus:
-        holder = self._admission.holder
-        if holder is None:
-            return SlotStatus(busy=False, phase=None, request_id=None, age_s=None)
-        return SlotStatus(
-            busy=True,
-            phase=holder.phase,
-            request_id=holder.request_id,
-            age_s=round(time.monotonic() - holder.entered, 3),
-        )
-
-    def config(self) -> dict[str, dict[str, Any]]:
-        """Return every setting with its value and source; values that may be secret hidden."""
-        shown: dict[str, dict[str, Any]] = {}
-        for key, value in self._config.values().items():
-            if SETTING_BY_KEY[key].secret_values:
-                value = dict.fromkeys(value, "(hidden)")
-            shown[key] = {"value": value, "source": self._config.sources[key]}
-        return shown
+        self._manager.status(self._view.line())
 
 
 def _address_of(listener: socket.socket) -> str:

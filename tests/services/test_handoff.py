@@ -182,7 +182,7 @@ async def rigged(place: Home, *args: str, **settings: Any) -> AsyncIterator[Rig]
     supervisor = place.supervisor(place.launch(*args))
     async with running(supervisor), trio.open_nursery() as nursery:
         rig = Rig(place, supervisor, settings)
-        await nursery.start(rig.handoffs.run)
+        await nursery.start(rig.handoffs.runs.run)
         yield rig
         nursery.cancel_scope.cancel()
 

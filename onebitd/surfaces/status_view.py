@@ -1,0 +1,158 @@
+"""What the control socket and the service manager are told about the daemon, as of now."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from onebitd import __version__
+from onebitd.adapters import lock_probe
+from onebitd.core.backend_state import BackendState
+from onebitd.core.config import SETTING_BY_KEY, Config
+from onebitd.core.control_api import (
+    BackendStatus,
+    LockStatus,
+    ModelStatus,
+    ProviderStatus,
+    QueueStatus,
+    SlotStatus,
+    Status,
+)
+from onebitd.services.admission import Admission
+from onebitd.services.handoff import Handoffs
+from onebitd.services.history import History
+from onebitd.services.supervisor import Supervisor
+
+_STATE_OF: Final = {BackendState.READY: "ready", BackendState.FAILED: "failed"}
+
+
+class StatusView:
+    """Reads the services; waits for nothing and changes nothing.
+
+    Attributes:
+        draining: set once the daemon is stopping.
+        history: the handoffs since the start.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        supervisor: Supervisor,
+        handoffs: Handoffs,
+        admission: Admission,
+        history: History,
+        listen: Sequence[str],
+    ) -> None:
+        self._config = config
+        self._supervisor = supervisor
+        self._handoffs = handoffs
+        self._admission = admission
+        self._listen = list(listen)
+        self._started = time.monotonic()
+        self.history = history
+        self.draining = False
+
+    def line(self) -> str:
+        """Return the state as one line, for `systemctl status`."""
+        state, detail = self.state()
+        if state == "ready":
+            return f"ready on {', '.join(self._listen)}"
+        return f"{state}: {detail}" if detail else state
+
+    def state(self) -> tuple[str, str | None]:
+        """Return the state, one of control_api.STATES, and what is to be said about it."""
+        supervisor = self._supervisor
+        since_s = time.monotonic() - supervisor.state_since
+        if self.draining:
+            replies = self._admission.pending + (self._admission.holder is not None)
+            return "draining", f"{replies} {'reply' if replies == 1 else 'replies'}"
+        if supervisor.state in _STATE_OF:
+            return _STATE_OF[supervisor.state], None
+        if supervisor.last_exit is not None:
+            return "restarting", f"the decoder: {supervisor.last_exit.reason}"
+        return "loading", f"{since_s:.0f} s"
+
+    def status(self) -> Status:
+        """Return the whole of `/v1/status`, as of now."""
+        config, supervisor = self._config, self._supervisor
+        facts = supervisor.facts
+        state, detail = self.state()
+        return Status(
+            version=__version__,
+            instance=config.instance,
+            pid=os.getpid(),
+            uptime_s=round(time.monotonic() - self._started, 3),
+            state=state,
+            state_detail=detail,
+            listen=self._listen,
+            model=ModelStatus(
+                alias=config.model.alias,
+                path=config.model.path,
+                ctx_size=config.model.ctx_size if facts is None else facts.ctx_size,
+                state_version=None
+                if facts is None or facts.layout is None
+                else facts.layout.version,
+                layout=None
+                if facts is None
+                else facts.unsupported
+                if facts.layout is None
+                else facts.layout.describe(),
+            ),
+            backend=BackendStatus(
+                pid=supervisor.pid,
+                state=supervisor.state.value,
+                restarts=supervisor.restarts,
+                last_exit=supervisor.last_exit,
+                build=None if facts is None else facts.build,
+                devices=supervisor.devices,
+                rss_bytes=supervisor.rss_bytes(),
+            ),
+            provider=self._provider_status(),
+            lock=self._lock_status(),
+            slot=self._slot_status(),
+            queue=QueueStatus(self._admission.pending, self._admission.max_pending),
+            handoffs=self.history.counts(),
+        )
+
+    def _provider_status(self) -> ProviderStatus:
+        return ProviderStatus(
+            program=self._config.provider.program,
+            state=self._handoffs.provider_state,
+            breaker="closed",
+            consecutive_failures=self.history.consecutive_failures,
+            last_error=self.history.last_failure,
+        )
+
+    def _lock_status(self) -> LockStatus:
+        lock = self._config.lock
+        found = lock_probe.probe(lock.path)
+        holder = found.holder
+        return LockStatus(
+            path=lock.path,
+            held=found.held,
+            holder=None if holder is None else {"pid": holder.pid, "command": holder.command},
+            hold=lock.hold if lock.enabled else "never",
+            problem=found.problem,
+        )
+
+    def _slot_status(self) -> SlotStatus:
+        holder = self._admission.holder
+        if holder is None:
+            return SlotStatus(busy=False, phase=None, request_id=None, age_s=None)
+        return SlotStatus(
+            busy=True,
+            phase=holder.phase,
+            request_id=holder.request_id,
+            age_s=round(time.monotonic() - holder.entered, 3),
+        )
+
+    def config(self) -> dict[str, dict[str, Any]]:
+        """Return every setting with its value and source; values that may be secret hidden."""
+        shown: dict[str, dict[str, Any]] = {}
+        for key, value in self._config.values().items():
+            if SETTING_BY_KEY[key].secret_values:
+                value = dict.fromkeys(value, "(hidden)")
+            shown[key] = {"value": value, "source": self._config.sources[key]}
+        return shown
