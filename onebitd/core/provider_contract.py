@@ -12,6 +12,8 @@ from onebitd.core.config import NO_LOCK_VARIABLE
 TOKENS_FILE: Final = "tokens.txt"
 STATE_FILE: Final = "state.bin"
 
+LLAMA_SERVER_VARIABLE: Final = "ONEBIT_LLAMA_SERVER"
+
 _DETAIL_LIMIT: Final = 300
 
 
@@ -24,14 +26,19 @@ def file_route_argv(
 
 
 def environment(
-    inherited: Mapping[str, str], extra: Mapping[str, str], *, lock_held: bool
+    inherited: Mapping[str, str],
+    extra: Mapping[str, str],
+    *,
+    lock_held: bool,
+    llama_server: str,
 ) -> dict[str, str]:
     """Return the provider's environment.
 
     With the device lock held for it, the engine must not take the same lock again: it would wait
-    for its own parent for ever.
+    for its own parent for ever. A provider that runs a llama-server of its own finds the decoder's
+    in ONEBIT_LLAMA_SERVER: state files of another build may be refused.
     """
-    env = {**inherited, **extra}
+    env = {LLAMA_SERVER_VARIABLE: llama_server, **inherited, **extra}
     if lock_held:
         env[NO_LOCK_VARIABLE] = "1"
     return env

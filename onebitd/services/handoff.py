@@ -41,6 +41,11 @@ from onebitd.services.supervisor import PATIENCE_S, BackendFacts, Supervisor
 log = structlog.get_logger()
 
 _RETRY_AFTER_S: Final = 5
+_TIMED: Final = (
+    *("queue", "template", "tokenize", "lock", "prefill", "provider", "check"),
+    *("restore", "share", "adopt"),
+)
+"""Parts named in Server-Timing; `provider` is the run's wall time."""
 _TRIES: Final = 2
 """A prompt that kills the decoder is tried on one new decoder, not on every one."""
 
@@ -75,7 +80,9 @@ class Handoffs:
         self.admission = admission
         self.slots = slots
         self.history = history
-        self.runs = ProviderRuns(config, slots, lock, guard, environ, supervisor.swa_window)
+        self.runs = ProviderRuns(
+            config, slots, lock, guard, environ, supervisor.swa_window, supervisor.program
+        )
 
     @property
     def provider_state(self) -> ProviderState:
@@ -154,6 +161,7 @@ class Exchange:
         self._forwarded: tuple[bytes, bytes, Headers, bytes] | None = None
         self._generation = -1
         self._tries = 0
+        self._strict_detail: str | None = None
         self._broken_off: BackendError | None = None
         self.watch: sse.ReplyWatch | None = None
         self.record = HandoffRecord(
@@ -227,6 +235,7 @@ class Exchange:
     def _raise_if_strict(self, reason: Reason, detail: str) -> None:
         strict = self._policy is Policy.STRICT
         if strict or self._handoffs.config.handoff.on_failure == "error":
+            self._strict_detail = detail  # the record has a field for the reason already
             raise RequestError(
                 502,
                 f"the handoff failed ({reason}: {detail})",
@@ -423,17 +432,8 @@ class Exchange:
         if reason is not None:
             added.append((b"x-onebit-reason", reason.value.encode()))
         parts = []
-        for name in (
-            "queue",
-            "template",
-            "tokenize",
-            "lock",
-            "prefill",
-            "restore",
-            "share",
-            "adopt",
-        ):
-            value = getattr(record, f"{name}_ms")
+        for name in _TIMED:
+            value = getattr(record, "provider_wall_ms" if name == "provider" else f"{name}_ms")
             if value is not None:
                 parts.append(f"{name};dur={value:.3f}")
         if parts:
@@ -453,7 +453,8 @@ class Exchange:
             ):
                 record.prompt_tokens = record.cached_tokens + record.evaluated_tokens
         if isinstance(error, RequestError):
-            self._end(Outcome.FAILED, error.reason or Reason.INTERNAL, error.message)
+            detail = self._strict_detail or error.message
+            self._end(Outcome.FAILED, error.reason or Reason.INTERNAL, detail)
         elif error is not None and _is_cancel(error):
             if self._client_gone():
                 self._end(Outcome.CANCELLED, Reason.CLIENT_GONE, self._where_it_was())

@@ -36,6 +36,7 @@ class ProviderRuns:
         guard: kills a provider when the daemon dies.
         environ: what a provider inherits.
         swa_window: the model's sliding window in tokens, None without one.
+        llama_server: the decoder's program, for a provider that runs one too.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ProviderRuns:
         guard: Guard,
         environ: Mapping[str, str],
         swa_window: int | None,
+        llama_server: str,
     ) -> None:
         self._config = config
         self._slots = slots
@@ -53,6 +55,7 @@ class ProviderRuns:
         self._guard = guard
         self._environ = environ
         self._swa_window = swa_window
+        self._llama_server = llama_server
         self._turn = trio.Lock()  # one run at a time, in the line's order
         self._stuck: Child | None = None
         self._running = False
@@ -165,7 +168,10 @@ class ProviderRuns:
                         elfs=config.provider.elfs,
                     ),
                     env=provider_contract.environment(
-                        self._environ, config.provider.env, lock_held=self._lock is not None
+                        self._environ,
+                        config.provider.env,
+                        lock_held=self._lock is not None,
+                        llama_server=self._llama_server,
                     ),
                     timeout_s=config.provider.timeout_s,
                     guard=self._guard,

@@ -162,6 +162,11 @@ class Supervisor:
         return list(self._launch.devices)
 
     @property
+    def program(self) -> str:
+        """The decoder's program."""
+        return self._launch.argv[0]
+
+    @property
     def swa_window(self) -> int | None:
         """The model's sliding window in tokens, None without one."""
         return self._launch.swa_window

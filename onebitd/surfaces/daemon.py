@@ -310,8 +310,16 @@ class Daemon:
                     log.warning("hurry", line=f"{name} again: running replies are cut off")
                     self._hurry.set()
                 else:
-                    log.info("stopping", line=f"{name}: stopping")
+                    log.info("stopping", line=f"{name}: stopping; {self._what_it_waits_for()}")
                     self._stop_asked.set()
+
+    def _what_it_waits_for(self) -> str:
+        if self._admission.holder is None:
+            return "no reply is running"
+        return (
+            f"the running reply has {self._config.http.drain_timeout_s:g} s "
+            "(http.drain_timeout_s), a second signal cuts it off"
+        )
 
     async def _drain(self, app: PublicApp) -> None:
         """Let running replies finish, within the time for it; turn everybody else away."""

@@ -21,12 +21,29 @@ def test_file_route_argv_is_the_contract() -> None:
 
 def test_environment_lock_variable_only_while_we_hold_it() -> None:
     """The engine must take the lock itself when we do not have it."""
-    assert contract.environment({"A": "1"}, {"B": "2"}, lock_held=True) == {
+    held = contract.environment({"A": "1"}, {"B": "2"}, lock_held=True, llama_server="/ls")
+    assert held == {
         "A": "1",
         "B": "2",
         "NPU_NO_DEVICE_LOCK": "1",
+        "ONEBIT_LLAMA_SERVER": "/ls",
     }
-    assert "NPU_NO_DEVICE_LOCK" not in contract.environment({}, {}, lock_held=False)
+    assert "NPU_NO_DEVICE_LOCK" not in contract.environment(
+        {}, {}, lock_held=False, llama_server="/ls"
+    )
+
+
+@pytest.mark.parametrize("place", ["inherited", "extra"])
+def test_environment_llama_server_of_the_users_stays(place: str) -> None:
+    """The decoder's program is only what a provider finds when nobody named another."""
+    own = {"ONEBIT_LLAMA_SERVER": "/mine"}
+    env = contract.environment(
+        own if place == "inherited" else {},
+        own if place == "extra" else {},
+        lock_held=False,
+        llama_server="/ls",
+    )
+    assert env["ONEBIT_LLAMA_SERVER"] == "/mine"
 
 
 def test_format_tokens_one_decimal_a_line() -> None:

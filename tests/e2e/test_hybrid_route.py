@@ -102,7 +102,16 @@ def test_chat_with_a_provider_is_handed_off_and_evaluates_one_token(
     record = assert_used(route, reply)
     assert reply.headers["x-request-id"] == f"mine-{stream}"
     names = [part.split(";dur=")[0] for part in reply.headers["server-timing"].split(", ")]
-    assert names == ["queue", "template", "tokenize", "lock", "prefill", "restore"]
+    assert names == [
+        "queue",
+        "template",
+        "tokenize",
+        "lock",
+        "prefill",
+        "provider",
+        "check",
+        "restore",
+    ]
     assert (record["prompt_tokens"], record["handed_tokens"]) == (N, N - 1)
     assert record["prefill_ms"] == 88.1
     assert record["provider_wall_ms"] != 88.1

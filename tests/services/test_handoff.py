@@ -235,6 +235,8 @@ async def test_exchange_prompt_is_handed_over_and_the_decoder_evaluates_one_toke
             b"tokenize",
             b"lock",
             b"prefill",
+            b"provider",
+            b"check",
             b"restore",
         ]
         assert rig.nothing_is_left()
