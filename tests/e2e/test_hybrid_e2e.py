@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.rig import DAYS, RHYME
 from tests.harness import HttpReply, RunningDaemon, running_onebitd
 from tests.llama_builds import (
     BUILDS,
-    DAYS,
     MODELS,
-    RHYME,
     LlamaBuild,
     LlamaClient,
     LlamaModel,

@@ -1,6 +1,7 @@
 """`make demo`: onebitd on a small real model, one chat through the handoff, and what it did.
 
 Serves until Ctrl-C; with ONCE set it ends by itself, with status 0 if the handoff was used, else 1.
+The device lock that it shows is a file of its own: the one of the machine is not its business.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -23,6 +25,8 @@ CPU_ONLY = ["--device", "none", "-ngl", "0"]
 INSTANCE = "demo"
 QUESTION = "What is the capital of France? Answer in one short sentence."
 READY_S = 300.0
+CONFIG = LLAMA.parent / "demo" / f"{INSTANCE}.toml"
+LOCK = CONFIG.with_name("device.lock")
 
 
 def free_port(wanted: int) -> int:
@@ -34,6 +38,27 @@ def free_port(wanted: int) -> int:
         except OSError:
             return 0
     return wanted
+
+
+def write_config() -> None:
+    """Write what no flag can say: where the device lock is."""
+    CONFIG.parent.mkdir(parents=True, exist_ok=True)
+    # A JSON string is a TOML string, as long as it is not cut into surrogates.
+    path = json.dumps(str(LOCK), ensure_ascii=False)
+    CONFIG.write_text(f"# Written by `make demo`.\n[lock]\npath = {path}\n")
+
+
+def stop(daemon: subprocess.Popen[bytes]) -> None:
+    """End the daemon in order and see it gone; each further Ctrl-C asks it again, so it hurries."""
+
+    def hurry(_number: int, _frame: FrameType | None) -> None:
+        daemon.terminate()
+
+    # A handler that raises would end this wait, and leave the daemon running.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, hurry)
+    daemon.terminate()
+    daemon.wait()
 
 
 def onebitctl(*args: str) -> Any:
@@ -105,11 +130,12 @@ def main() -> int:
     }
     command = [
         str(BIN / "onebitd"),
-        *("--instance", INSTANCE, "-m", str(LLAMA / "models" / "smollm2.gguf")),
+        *("--config", str(CONFIG), "-m", str(LLAMA / "models" / "smollm2.gguf")),
         *("--llama-server", str(LLAMA / "llama-server")),
         *("--prefill-provider", str(BIN / "onebit-prefill-llama")),
         *("--port", str(port), "--", "-c", "4096", *CPU_ONLY),
     ]
+    write_config()
     print(f"starting {' '.join(command)}", flush=True)
     # A session of its own: Ctrl-C reaches this program alone, which then stops the daemon in order.
     daemon = subprocess.Popen(command, env=environ, start_new_session=True)
@@ -133,9 +159,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\nstopping", file=sys.stderr)
     finally:
-        if daemon.poll() is None:
-            daemon.terminate()
-            daemon.wait()
+        stop(daemon)
     return 0 if used else 1
 
 
