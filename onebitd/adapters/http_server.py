@@ -1,4 +1,4 @@
-"""The HTTP listener: hypercorn's HTTP/1.1 and HTTP/2, on sockets of ours, with bounded writes.
+"""The HTTP listener: hypercorn's HTTP/1.1, on sockets of ours, with bounded writes.
 
 hypercorn's own `serve` opens sockets by itself, lets a client that stopped reading hold a stop for
 ever, and stops reading while a reply runs (so a client that left after pipelining a request is
@@ -27,6 +27,7 @@ _log = logging.getLogger("hypercorn.error")
 
 _READ_BYTES: Final = 64 * 1024
 _READ_AHEAD_CHUNKS: Final = 4
+_FULL_S: Final = 2.0
 _LINGER_S: Final = 1.0
 """After a stop: replies that are complete may still leave the building."""
 
@@ -99,12 +100,24 @@ class Connection(TCPServer):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._hand_on, queue)
             while data := await self._receive():
-                await arrived.send(data)
+                if not await self._pass_on(arrived, data):
+                    break
             nursery.cancel_scope.cancel()
         # Or the idle task would keep a connection that its client has closed for keep_alive_s.
         self._ended = True
         await self.idle_task.stop()
         await self.protocol.handle(Closed())
+
+    async def _pass_on(self, queue: trio.MemorySendChannel[bytes], data: bytes) -> bool:
+        """Queue what was read; False if there was no room for it too long.
+
+        Somebody who pipelines so much behind a running reply may have left already: the end of
+        the stream lies behind bytes that we do not read. Nobody honest does.
+        """
+        with trio.move_on_after(_FULL_S):
+            await queue.send(data)
+            return True
+        return False
 
     async def _receive(self) -> bytes:
         try:
@@ -113,8 +126,15 @@ class Connection(TCPServer):
             return b""
 
     async def _hand_on(self, queue: trio.MemoryReceiveChannel[bytes]) -> None:
+        # HTTP/1.1 only. hypercorn's HTTP/2 lets a client that opens no window hold a reply, and
+        # with it the slot, for ever; and nobody needs it to talk to one slot.
+        self.protocol.protocol._check_protocol = _stay_with_http1  # type: ignore[union-attr,method-assign]
         async for data in queue:
             await self.protocol.handle(RawData(data))
+
+
+async def _stay_with_http1(event: object) -> None:
+    """Replace H11Protocol._check_protocol, which switches to HTTP/2 when a client asks."""
 
 
 class HttpServer:

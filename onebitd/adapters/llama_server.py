@@ -154,7 +154,10 @@ class LlamaServer:
             raise
 
     async def _connect(self) -> trio.SocketStream:
-        connection = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
+        try:
+            connection = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
+        except OSError as error:
+            raise BackendError(f"no connection to the decoder: {error.strerror}") from error
         try:
             await connection.connect(self._socket_path)
         except OSError as error:
@@ -266,6 +269,8 @@ async def _exchange(
 
 def _framed(headers: Headers, method: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
     framed = [*headers, (b"connection", b"close")]
+    if not any(name == b"host" for name, _ in headers):
+        framed.append((b"host", b"localhost"))  # an HTTP/1.0 client need not send one
     if body or method not in (b"GET", b"HEAD", b"OPTIONS", b"DELETE"):
         framed.append((b"content-length", str(len(body)).encode()))
     return framed

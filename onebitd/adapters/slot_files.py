@@ -57,11 +57,20 @@ class SlotFiles:
     def sweep(self) -> int:
         """Remove what an earlier daemon left here; return how many entries that were."""
         count = 0
-        for entry in self.path.iterdir():
+        try:
+            entries = list(self.path.iterdir())
+        except OSError:
+            return 0  # somebody removed the directory, so there is nothing to remove
+        for entry in entries:
             if entry.name.startswith((_RUN_PREFIX, _STATE_PREFIX)):
                 _remove(entry)
                 count += 1
         return count
+
+    def ensure(self) -> None:
+        """Make the directory again if somebody removed it; a failure shows when it is used."""
+        with contextlib.suppress(OSError):
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def new_name(self) -> str:
         """Return a file name that nobody here has yet."""
@@ -77,7 +86,13 @@ class SlotFiles:
         Raises:
             HandoffError: `no_space`.
         """
-        info = os.statvfs(self.path)
+        self.ensure()
+        try:
+            info = os.statvfs(self.path)
+        except OSError as error:
+            raise HandoffError(
+                Reason.NO_SPACE, f"{self.path} cannot hold a state file: {error.strerror}"
+            ) from error
         free = info.f_bavail * info.f_frsize
         if free < wanted_bytes + _SPACE_RESERVE_BYTES:
             raise HandoffError(

@@ -20,6 +20,7 @@ _FORBIDDEN: Final = (
     ("POST", re.compile(r"/lora-adapters/?"), "LoRA adapters are shared by all clients"),
     ("POST", re.compile(r"/(v1/)?models/.+"), "onebitd serves one model"),
     ("DELETE", re.compile(r"/(v1/)?models/?.*"), "onebitd serves one model"),
+    ("*", re.compile(r"/(v1/)?streams?/.*"), "another client's reply is not kept for anybody"),
 )
 _SLOT_FREE_POSTS: Final = frozenset(
     {
@@ -28,10 +29,12 @@ _SLOT_FREE_POSTS: Final = frozenset(
         "/apply-template",
         "/v1/messages/count_tokens",
         "/v1/chat/completions/input_tokens",
+        "/v1/chat/completions/control",  # it acts on the reply that has the slot
         "/v1/responses/input_tokens",
     }
 )
 _ONCE_A_SECOND: Final = frozenset({"/slots", "/metrics"})
+_PLAIN_PATH: Final = re.compile(rb"/(?:[\x21\x22\x24\x26-\x7e]|%(?!00)[0-9A-Fa-f]{2})*")
 _IP_LITERAL: Final = re.compile(r"\[[0-9a-fA-F:.]+\]|\d{1,3}(\.\d{1,3}){3}")
 
 
@@ -43,9 +46,22 @@ def forbidden(method: str, path: str) -> str | None:
         path: percent-decoded, as the decoder decodes it.
     """
     for name, pattern, why in _FORBIDDEN:
-        if method == name and pattern.fullmatch(path):
+        if name in (method, "*") and pattern.fullmatch(path):
             return why
     return None
+
+
+def target_is_plain(target: bytes) -> bool:
+    """Say whether the decoder reads the path of this request target as we do.
+
+    llama-server's HTTP library also decodes `%uXXXX` and drops what follows a `#`: with those, the
+    path that `forbidden` judges would not be the path that it acts on.
+
+    >>> target_is_plain(b"/a%20b?x"), target_is_plain(b"/%u0073lots/0"), target_is_plain(b"/a#b")
+    (True, False, False)
+    """
+    path = target.partition(b"?")[0]
+    return _PLAIN_PATH.fullmatch(path) is not None and b"#" not in target
 
 
 def needs_slot(method: str, path: str) -> bool:
@@ -55,7 +71,7 @@ def needs_slot(method: str, path: str) -> bool:
 
 def asked_once_a_second(method: str, path: str) -> bool:
     """Say whether polling this would keep the decoder from noticing that a client left."""
-    return method == "GET" and path in _ONCE_A_SECOND
+    return method in ("GET", "HEAD") and path in _ONCE_A_SECOND
 
 
 def host_allowed(host: str, own_host: str, allowed_hosts: Collection[str]) -> bool:

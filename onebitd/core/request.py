@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
 HANDOFF_PATHS: Final = (CHAT_PATH, COMPLETIONS_PATH)
 
+_MAX_LISTED: Final = 1 << 22
 _TEXT_PARTS: Final = frozenset({"text", "refusal", "thinking", "reasoning"})
 
 
@@ -60,7 +62,7 @@ class ParsedRequest:
 def parse(path: str, body: bytes) -> ParsedRequest:
     """Read a request body; never fails: what cannot be understood is the decoder's to refuse."""
     try:
-        document = json.loads(body)
+        document = json.loads(body, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return ParsedRequest(NotText("the body is not JSON"), stream=False, json=None)
     if not isinstance(document, dict):
@@ -69,6 +71,17 @@ def parse(path: str, body: bytes) -> ParsedRequest:
         _chat(document) if path == CHAT_PATH else _completion(document)
     )
     return ParsedRequest(prompt, stream=document.get("stream") is True, json=document)
+
+
+def _finite(text: str) -> float:
+    """Refuse what JSON has no word for (NaN) and what a double cannot hold (1e999).
+
+    Python takes both and the decoder neither: it must get the body as it came, and say so.
+    """
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is not a finite number")
+    return value
 
 
 def _refused_by_field(body: Mapping[str, Any]) -> NotText | None:
@@ -105,6 +118,8 @@ def _completion(body: Mapping[str, Any]) -> Prompt:
         return Text(prompt)
     if not isinstance(prompt, list) or not prompt:
         return NotText("the prompt is neither a string nor a list of token ids")
+    if len(prompt) > _MAX_LISTED:
+        return NotText(f"a prompt of {len(prompt)} items is longer than any context")
     if all(_is_id(item) for item in prompt):
         return Ids(tuple(prompt))
     if len(prompt) == 1 and isinstance(prompt[0], str):

@@ -117,7 +117,7 @@ class Handoffs:
         """
         with trio.CancelScope(shield=True):
             if facts.layout is None or not policy.erase_heals(facts.layout):
-                self.supervisor.kill(f"its slot cannot be trusted: {why}")
+                self.supervisor.kill(f"its slot cannot be trusted: {why}", its_own_fault=False)
                 return
             try:
                 await facts.server.erase()
@@ -183,10 +183,7 @@ class Exchange:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._reply is not None:
-            self._reply.close()
-        if self._ticket is not None:
-            self._ticket.leave()
+        self.free_slot()
         self._conclude(error)
         record = self.record
         good = record.outcome in (Outcome.USED, Outcome.SKIPPED, Outcome.CANCELLED)
@@ -287,7 +284,9 @@ class Exchange:
                     return await self._tokenize(facts, ticket, text)
         except BackendRefused as error:
             # The request itself is at fault; the decoder says so once more to the client.
-            self._skip = policy.Skip(Reason.BACKEND_REFUSED, str(error))
+            # Its words are not for the record: they quote what it could not parse.
+            refused = f"the decoder refused the {ticket.phase} step with status {error.status}"
+            self._skip = policy.Skip(Reason.BACKEND_REFUSED, refused)
             return None
         except BackendError as error:
             raise HandoffError(Reason.BACKEND_DOWN, str(error)) from error
@@ -413,6 +412,13 @@ class Exchange:
         if watch.started and self.record.first_byte_ms is None:
             self.record.first_byte_ms = _ms_since(self._started)
 
+    def free_slot(self) -> None:
+        """The decoder is done with this request: the next one need not wait for our client."""
+        if self._reply is not None:
+            self._reply.close()
+        if self._ticket is not None:
+            self._ticket.leave()
+
     def note_broken_off(self, error: BackendError) -> None:
         """The decoder broke off in the middle of the reply; the client has seen that."""
         self._broken_off = error
@@ -467,6 +473,9 @@ class Exchange:
             self._end(Outcome.FAILED, Reason.BACKEND_DOWN, str(self._broken_off))
         elif self._failure is not None:
             self._end(Outcome.FALLBACK, self._failure.reason, self._failure.detail)
+        elif self._handed is not None and self._reply is not None and self._reply.status >= 400:
+            detail = f"the decoder refused the request with status {self._reply.status}"
+            self._end(Outcome.FAILED, Reason.BACKEND_REFUSED, detail)
         elif self._handed is not None:
             record.outcome = outcome_of_reply(
                 self._handed, record.cached_tokens, record.evaluated_tokens

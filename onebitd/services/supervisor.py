@@ -68,9 +68,10 @@ _ERROR_LINE: Final = re.compile(
 _LEVEL: Final = re.compile(rb"^\d+\.\d+\.\d+\.\d+ ([DIWE]) ")
 """llama.cpp's log prefix: time since start, then one letter of level."""
 _HARMLESS: Final = re.compile(
-    rb"CORS|security risk|more info: https|: -{5,}$|AMX is not ready|cache-idle-slots"
+    rb"CORS|security risk|more info: https|: -{5,}$|AMX is not ready|cache-idle-slots|got exception"
 )
-"""Warnings that do not apply: the Unix socket is private, and --cache-ram 0 is on purpose."""
+"""Warnings that do not apply: the Unix socket is private, and --cache-ram 0 is on purpose. And one
+that must stay at debug: what the decoder could not parse, it quotes, and that is a prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,6 +143,7 @@ class Supervisor:
         self._exit_times: deque[float] = deque(maxlen=1001)
         self._last_error_line = b""
         self._kill_reason: str | None = None
+        self._kill_counts = True
         self._load_started = 0.0
         self._last_load_s: float | None = None
         self._ready_at = 0.0
@@ -221,7 +223,7 @@ class Supervisor:
                         f"the decoder died {self._restart_max + 1} times within "
                         f"{RESTART_WINDOW_S:g} s, last: {reason}"
                     )
-                await trio.sleep(backoff_s(self._recent_exits()))
+                await trio.sleep(backoff_s(max(1, self._recent_exits())))
                 self.restarts += 1
         finally:
             if self.state is BackendState.BACKOFF:
@@ -271,7 +273,9 @@ class Supervisor:
         self.facts = None
         self._last_error_line = b""
         self._kill_reason = None
+        self._kill_counts = True
         self._load_started = time.monotonic()
+        self._slots.ensure()
         # llama-server never removes its socket, and does not start where one lies.
         self._launch.socket_path.unlink(missing_ok=True)
 
@@ -379,13 +383,22 @@ class Supervisor:
     def _note_exit(self, reason: str) -> None:
         now = dt.datetime.now(dt.UTC)
         self.last_exit = LastExit(rfc3339(now), reason)
-        self._exit_times.append(time.monotonic())
+        if self._kill_counts:
+            self._exit_times.append(time.monotonic())
         log.error("backend_exited", detail=reason, line=f"the decoder ended: {reason}")
 
-    def kill(self, reason: str) -> None:
-        """Have the decoder ended and started afresh, for this reason."""
+    def kill(self, reason: str, *, its_own_fault: bool = True) -> None:
+        """Have the decoder ended and started afresh, for this reason.
+
+        Args:
+            reason: for the log and `last_exit`.
+            its_own_fault: False when only its slot cannot be trusted any more: that does not count
+                towards `restart_max`, or a bad provider could end the daemon.
+        """
         if self._child is not None and self._kill_reason is None:
             self._kill_reason = reason
+            self._kill_counts = its_own_fault
+            self.facts = None
             self._child.signal(signal.SIGKILL)
 
     async def wait_ready(self, patience_s: float | None = None) -> BackendFacts:
@@ -424,6 +437,8 @@ class Supervisor:
             while self.facts is not None and self.facts.generation == generation:
                 changed = self._changed
                 await changed.wait()
+        if not self._launch.socket_path.exists():
+            self.kill("its socket was removed")
         if self.facts is not None and self.facts.generation == generation:
             raise RequestError(
                 502,

@@ -9,7 +9,8 @@ connections with `Connection: close`, HTTP/1.0 ones and idle keep-alive ones sta
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -22,21 +23,24 @@ if TYPE_CHECKING:
         Scope,
     )
 
+_LAST_SEND_S: Final = 60.0
+"""What cannot be cancelled must end by itself."""
+
 
 def shield_final_send(app: ASGIFramework) -> ASGIFramework:
     """Return `app`, with the send that ends an HTTP reply shielded from cancellation.
 
         app.asgi_app = shield_final_send(app.asgi_app)
 
-    Only that send: everything before it is cancelled as ever when the client leaves. The server
-    shields its writes too, so this adds no wait of its own; a client that stopped reading must be
-    bounded where the bytes are written.
+    Only that send, and for a minute at most: everything before it is cancelled as ever when the
+    client leaves.
     """
 
     async def shielded(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         async def send_through(message: ASGISendEvent) -> None:
             last = message["type"] == "http.response.body" and not message.get("more_body", False)
-            with trio.CancelScope(shield=last):
+            deadline = trio.current_time() + _LAST_SEND_S if last else math.inf
+            with trio.CancelScope(shield=last, deadline=deadline):
                 await send(message)
 
         await app(scope, receive, send_through)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,7 @@ from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope, S
 from quart import Response
 from quart_trio import QuartTrio
 
-from onebitd.adapters.llama_server import Headers
+from onebitd.adapters.llama_server import Headers, Reply
 from onebitd.core import guards, request
 from onebitd.core.backend_state import BackendState
 from onebitd.core.config import HttpConfig, Policy
@@ -28,6 +29,8 @@ log = structlog.get_logger()
 
 _OWN_HEADERS = (b"x-onebit-handoff", b"x-request-id")
 _POLL_CACHE_S = 1.0
+_PARSE_INLINE_BYTES = 1 << 20
+"""A larger body is parsed off the event loop."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -135,10 +138,11 @@ class PublicApp:
                 f"pages of {str(origin)[:100]!r} may not use this API (http.allowed_origins)",
                 kind="permission_error",
             )
-        if not guards.key_allowed(headers, self._keys):
+        # A browser asks without its key whether it may ask with it.
+        if client.method != b"OPTIONS" and not guards.key_allowed(headers, self._keys):
             raise RequestError(401, "Invalid API Key", kind="authentication_error")
-        if not client.target.startswith(b"/"):
-            raise RequestError(400, "the request target must be a path")
+        if not guards.target_is_plain(client.target):
+            raise RequestError(400, "the request target must be a plain path")
         why = guards.forbidden(client.method.decode(), client.path)
         if why is not None:
             raise RequestError(
@@ -150,7 +154,10 @@ class PublicApp:
     async def _route(self, client: Client, body: bytes, request_id: str) -> None:
         method = client.method.decode()
         if method == "POST" and client.path in request.HANDOFF_PATHS:
-            parsed = request.parse(client.path, body)
+            if len(body) > _PARSE_INLINE_BYTES:
+                parsed = await trio.to_thread.run_sync(request.parse, client.path, body)
+            else:
+                parsed = request.parse(client.path, body)
             client.keepalive_s = self._config.keepalive_s if parsed.stream else 0.0
             await self._hand_off(client, body, parsed, request_id)
         elif guards.asked_once_a_second(method, client.path):
@@ -172,18 +179,18 @@ class PublicApp:
         )
         headers = self._forwarded(client)
 
+        async def send(reply: Reply) -> BackendError | None:
+            return await client.send_reply(
+                reply, exchange.reply_headers(), exchange.observe, exchange.free_slot
+            )
+
         async def work() -> None:
             async with exchange:
                 reply = await exchange.open(client.method, client.target, headers, body)
                 try:
-                    broken = await client.send_reply(
-                        reply, exchange.reply_headers(), exchange.observe
-                    )
+                    broken = await send(reply)
                 except BackendError as error:
-                    reply = await exchange.reopen(error)
-                    broken = await client.send_reply(
-                        reply, exchange.reply_headers(), exchange.observe
-                    )
+                    broken = await send(await exchange.reopen(error))
                 if broken is not None:
                     exchange.note_broken_off(broken)
 
@@ -194,11 +201,13 @@ class PublicApp:
         except BackendError as error:
             await client.send_error(_bad_gateway(error), exchange.reply_headers())
 
-    async def _pass(self, client: Client, body: bytes) -> None:
+    async def _pass(
+        self, client: Client, body: bytes, on_end: Callable[[], None] = lambda: None
+    ) -> None:
         facts = await self._handoffs.supervisor.wait_ready(PATIENCE_S)
         reply = await facts.server.open(client.method, client.target, self._forwarded(client), body)
         try:
-            await client.send_reply(reply, [])
+            await client.send_reply(reply, [], on_end=on_end)
         finally:
             reply.close()
 
@@ -208,14 +217,20 @@ class PublicApp:
             await self._handoffs.supervisor.wait_ready(PATIENCE_S)
             await ticket.wait_slot()
             ticket.phase = "decode"
-            await self._pass(client, body)
+            await self._pass(client, body, on_end=ticket.leave)
         finally:
             ticket.leave()
 
     async def _answer_polled(self, client: Client) -> None:
+        """Answer from the last answer to this target, or ask; the decoder once a second at most.
+
+        The rule is one for a path, whatever the query: other targets wait for their turn.
+        """
         async with self._polling:
             polled = self._polled.get(client.target)
             if polled is None or trio.current_time() - polled.at >= _POLL_CACHE_S:
+                last = max((one.at for one in self._polled.values()), default=-math.inf)
+                await trio.sleep_until(min(last + _POLL_CACHE_S, trio.current_time() + 1.0))
                 polled = await self._poll(client)
                 # Every query string is a target of its own; only the last few are worth keeping.
                 if len(self._polled) >= 8:
@@ -225,7 +240,7 @@ class PublicApp:
 
     async def _poll(self, client: Client) -> _Polled:
         facts = await self._handoffs.supervisor.wait_ready(PATIENCE_S)
-        reply = await facts.server.open(client.method, client.target, self._forwarded(client), b"")
+        reply = await facts.server.open(b"GET", client.target, self._forwarded(client), b"")
         try:
             body = await reply.read_all()
         finally:
@@ -245,7 +260,9 @@ class PublicApp:
             if self._is_draining():
                 message = "onebitd is stopping"
             elif supervisor.last_exit is not None:
-                message = f"the decoder is restarting: {supervisor.last_exit.reason}"
+                # Its last words are for the operator alone: they may quote a request.
+                ended = supervisor.last_exit.reason.partition(":")[0]
+                message = f"the decoder is restarting: {ended}"
             error = {"message": message, "type": "unavailable_error", "code": 503}
             return {"error": error}, 503
 

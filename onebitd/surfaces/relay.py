@@ -31,7 +31,18 @@ HOP_BY_HOP: Final = frozenset(
 )
 """Fields of one connection only (RFC 9110, section 7.6.1)."""
 
-_NOT_FORWARDED: Final = HOP_BY_HOP | {b"content-length", b"expect", b"http2-settings"}
+_NOT_FORWARDED: Final = HOP_BY_HOP | {
+    b"content-length",
+    b"expect",
+    b"http2-settings",
+    # llama-server goes on generating such a stream when its client has left, to replay it later:
+    # the slot would be busy with nobody's reply.
+    b"x-conversation-id",
+}
+_END_S: Final = 60.0
+"""How long the last send of a reply may take: it cannot be cancelled."""
+_PIECE_S: Final = 60.0
+"""How long a client may take between two pieces of its request's body."""
 _DISCARD_S: Final = 2.0
 _COMMENT: Final = b": waiting for the prompt\n\n"
 
@@ -68,14 +79,14 @@ class Client:
     def forwarded_headers(self, *, drop: Sequence[bytes] = ()) -> Headers:
         """Return the headers that go on to the decoder."""
         named = dict(self.headers).get(b"connection", b"").lower().split(b",")
-        dropped = _NOT_FORWARDED.union(drop, (token.strip() for token in named))
+        dropped = _NOT_FORWARDED.union(drop, (token.strip() for token in named)) - {b"host"}
         return [(name, value) for name, value in self.headers if name not in dropped]
 
     async def read_body(self, limit_bytes: int) -> bytes:
         """Return the request's body.
 
         Raises:
-            RequestError: 413 when it is larger than the limit.
+            RequestError: 413 when it is larger than the limit, 408 when it does not go on.
             ClientGone: the client left before it was complete.
         """
         declared = dict(self.headers).get(b"content-length", b"")
@@ -84,7 +95,11 @@ class Client:
             raise _too_large(limit_bytes)
         body = bytearray()
         while True:
-            message: Any = await self._receive()
+            message: Any = None
+            with trio.move_on_after(_PIECE_S):
+                message = await self._receive()
+            if message is None:
+                raise RequestError(408, f"the request's body did not go on for {_PIECE_S:g} s")
             if message["type"] == "http.disconnect":
                 raise ClientGone
             body += message.get("body", b"")
@@ -152,6 +167,7 @@ class Client:
         reply: Reply,
         added: Headers,
         on_data: Callable[[bytes], None] = lambda data: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> BackendError | None:
         """Relay a reply to its end.
 
@@ -159,6 +175,7 @@ class Client:
             reply: its head has come; closed by its owner.
             added: headers of ours.
             on_data: sees each piece of the body before it is sent.
+            on_end: called when the decoder is done, before the client has the end of it.
 
         Returns:
             What broke the body off in the middle, None when the client has all of it.
@@ -191,8 +208,10 @@ class Client:
             try:
                 data = await reply.read()
             except BackendError as error:
+                on_end()
                 await self._break_off(error)
                 return error
+        on_end()
         await self._send_end()
         return None
 
@@ -218,8 +237,8 @@ class Client:
             for name, value in headers
             if name not in HOP_BY_HOP and name != b"content-length"
         ]
-        # Shielded: a stop must not come between a head and its body. The server bounds each write.
-        with trio.CancelScope(shield=True):
+        # Shielded: a stop must not come between a head and its body.
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _END_S):
             async with self._sending:
                 self._spoken = True
                 await self._send_head(status, [*kept, (b"content-length", str(len(body)).encode())])
@@ -246,7 +265,7 @@ class Client:
         self._open_stream = False
         if self._watching is not None:
             self._watching.cancel()
-        with trio.CancelScope(shield=True):
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _END_S):
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -26,6 +27,9 @@ from onebitd.services.history import History
 from onebitd.services.supervisor import Supervisor
 
 _STATE_OF: Final = {BackendState.READY: "ready", BackendState.FAILED: "failed"}
+
+
+_SECRET_FLAG: Final = re.compile(r"token$|-hft$|key$|secret|password")
 
 
 class StatusView:
@@ -154,5 +158,17 @@ class StatusView:
         for key, value in self._config.values().items():
             if SETTING_BY_KEY[key].secret_values:
                 value = dict.fromkeys(value, "(hidden)")
+            elif key == "backend.args":
+                value = _without_secrets(value)
             shown[key] = {"value": value, "source": self._config.sources[key]}
         return shown
+
+
+def _without_secrets(args: Sequence[str]) -> list[str]:
+    """Hide the value behind each flag whose name says that it is a secret."""
+    shown: list[str] = []
+    hide = False
+    for arg in args:
+        shown.append("(hidden)" if hide else arg)
+        hide = arg.startswith("-") and _SECRET_FLAG.search(arg) is not None
+    return shown

@@ -474,10 +474,17 @@ async def test_open_cancelled_at_once_leaves_no_descriptor() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+async def test_open_without_a_host_gets_one() -> None:
+    """An HTTP/1.0 client need not send a Host; the decoder's library wants one."""
+    async with serving(answer(reply({}))) as scripted:
+        (await scripted.client.open(b"GET", b"/", [], b"")).close()
+    assert b"host: localhost\r\n" in scripted.requests[0][0].lower()
+
+
 async def test_open_request_that_http_cannot_carry_is_not_the_decoders_death() -> None:
     """A header with a line break is the client's fault: 400, and nothing is sent."""
     async with serving(answer(reply({}))) as scripted:
-        for headers in ([(b"host", b"x"), (b"x", b"a\r\nb: c")], [(b"x", b"no host")]):
+        for headers in ([(b"host", b"x"), (b"x", b"a\r\nb: c")], [(b"host", b"a b\n")]):
             with pytest.raises(RequestError, match="cannot be passed on") as caught:
                 await scripted.client.open(b"GET", b"/", headers, b"")
             assert caught.value.status == 400

@@ -18,6 +18,9 @@ from onebitd.core import guards
         ("POST", "/models/unload"),
         ("POST", "/v1/models/load"),
         ("DELETE", "/models/x"),
+        ("GET", "/v1/stream/c"),
+        ("DELETE", "/v1/stream/c"),
+        ("POST", "/v1/streams/lookup"),
     ],
 )
 def test_forbidden_what_changes_the_decoder_has_a_reason(method: str, path: str) -> None:
@@ -51,6 +54,7 @@ def test_forbidden_everything_else_passes(method: str, path: str) -> None:
         ("POST", "/tokenize", False),
         ("POST", "/apply-template", False),
         ("POST", "/v1/messages/count_tokens", False),
+        ("POST", "/v1/chat/completions/control", False),
         ("GET", "/v1/models", False),
     ],
 )
@@ -134,3 +138,29 @@ def test_key_allowed_without_keys_everybody_passes() -> None:
 def test_request_id_of_only_one_printable_word(value: bytes, expected: str | None) -> None:
     """A client's id goes into headers and logs, so it must be harmless there."""
     assert guards.request_id_of({b"x-request-id": value}) == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "plain"),
+    [
+        (b"/v1/models", True),
+        (b"/", True),
+        (b"/a%20b?q=1&r=%zz", True),
+        (b"/a;b,c@d:e!$&'()*+=~-._", True),
+        (b"/%73lots/0", True),
+        (b"/%u0073lots/0", False),
+        (b"/slots%", False),
+        (b"/slots%0", False),
+        (b"/slots%00", False),
+        (b"/slots#x", False),
+        (b"/slots?a#x", False),
+        (b"/a b", False),
+        (b"/\xc3\xa9", False),
+        (b"*", False),
+        (b"http://localhost/slots/0", False),
+        (b"", False),
+    ],
+)
+def test_target_is_plain_only_what_both_sides_read_alike(target: bytes, plain: bool) -> None:
+    """The path that is judged must be the path that the decoder acts on."""
+    assert guards.target_is_plain(target) is plain

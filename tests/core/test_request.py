@@ -144,3 +144,16 @@ def test_with_slot_utf16_body_is_written_anew() -> None:
     body = json.dumps({"prompt": "a"}).encode("utf-16-be")
     sent = request.with_slot(body, json.loads(body))
     assert json.loads(sent) == {"prompt": "a", "id_slot": 0, "cache_prompt": True}
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_parse_number_that_is_none_is_the_decoders_to_refuse(number: str) -> None:
+    """What Python takes and the decoder does not goes on as it came, without a handoff."""
+    parsed = request.parse(COMPLETIONS_PATH, f'{{"prompt": "a", "x": {number}}}'.encode())
+    assert isinstance(parsed.prompt, NotText)
+
+
+def test_parse_endless_id_list_is_not_looked_through() -> None:
+    """A list longer than any context is no prompt to hand over."""
+    body = json.dumps({"prompt": [1] * ((1 << 22) + 1)}).encode()
+    assert isinstance(request.parse(COMPLETIONS_PATH, body).prompt, NotText)
