@@ -73,13 +73,18 @@ class ProviderStatus:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LockStatus:
-    """The NPU device lock; `holder` is `{pid, command}` whoever it is, None when free."""
+    """The NPU device lock; `holder` is `{pid, command}` whoever it is, None when free.
+
+    `hold` is `never` when no lock is taken. `usable` is False when `problem` keeps the daemon from
+    taking it.
+    """
 
     path: str
     held: bool
     holder: dict[str, Any] | None
     hold: str
     problem: str | None
+    usable: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +120,7 @@ class HandoffCounts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Status:
-    """The whole of `/v1/status`."""
+    """The whole of `/v1/status`; `service_manager`: it runs under one, which has its log."""
 
     version: str
     instance: str
@@ -131,6 +136,7 @@ class Status:
     slot: SlotStatus
     queue: QueueStatus
     handoffs: HandoffCounts
+    service_manager: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts and lists, in the order of the declaration."""

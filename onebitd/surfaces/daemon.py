@@ -231,6 +231,7 @@ class Daemon:
             self._admission,
             self._history,
             self._listen,
+            service_manager=self._manager.present,
         )
 
     async def _run_services(

@@ -48,12 +48,15 @@ class StatusView:
         admission: Admission,
         history: History,
         listen: Sequence[str],
+        *,
+        service_manager: bool,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
         self._handoffs = handoffs
         self._admission = admission
         self._listen = list(listen)
+        self._service_manager = service_manager
         self._started = time.monotonic()
         self.history = history
         self.draining = False
@@ -118,6 +121,7 @@ class StatusView:
             slot=self._slot_status(),
             queue=QueueStatus(self._admission.pending, self._admission.max_pending),
             handoffs=self.history.counts(),
+            service_manager=self._service_manager,
         )
 
     def _provider_status(self) -> ProviderStatus:
