@@ -30,6 +30,8 @@ _PROBE_TIMEOUT_S: Final = 1.0
 _READ_BYTES: Final = 1 << 16
 _HEAD_BYTES: Final = 1 << 16
 _BODY_BYTES: Final = 1 << 26
+_SYSTEMD: Final = "/run/systemd/system"
+"""A directory exactly where systemd runs the machine (sd_booted(3))."""
 
 
 class ClientError(OnebitError):
@@ -287,7 +289,7 @@ def choose_socket(name: str | None, environ: Mapping[str, str], uid: int) -> str
     denied = [instance for instance in found if instance.state == "denied"]
     if denied:
         raise AccessDenied(describe_denied(denied[0].socket))
-    raise NoDaemon(_no_daemon(name, found, unsafe))
+    raise NoDaemon(_no_daemon(name, found, unsafe, booted=os.path.isdir(_SYSTEMD)))
 
 
 def describe_denied(path: str) -> str:
@@ -322,11 +324,26 @@ def _safe_roots(environ: Mapping[str, str], uid: int) -> tuple[list[PurePosixPat
     return roots, str(fallback)
 
 
-def _no_daemon(name: str | None, found: Sequence[Instance], unsafe: str | None) -> str:
+def _no_daemon(
+    name: str | None, found: Sequence[Instance], unsafe: str | None, *, booted: bool
+) -> str:
+    """Say that none runs, and how to start one; `booted`: systemd runs this machine.
+
+    A stopped service leaves no directory, one below /run/onebitd is most likely of a service, and
+    any other is of a daemon that a user runs.
+    """
     names = [name] if name else sorted({instance.name for instance in found})
-    unit = f"onebitd@{names[0] if len(names) == 1 else 'NAME'}"
+    one = names[0] if len(names) == 1 else "NAME"
     what = f"no onebitd runs for the instance {name}" if name else "no onebitd runs here"
-    text = f"{what}: start it with `systemctl start {unit}`"
+    service, by_hand = f"`systemctl start onebitd@{one}`", f"`onebitd --instance {one}`"
+    of_root = [instance.socket.startswith(f"{paths.SYSTEM_RUNTIME}/") for instance in found]
+    if not booted or (found and not any(of_root)):
+        how = by_hand
+    elif found and all(of_root):
+        how = service
+    else:
+        how = f"{service} if it is a service, else with {by_hand}"
+    text = f"{what}: start it with {how}"
     if len(names) > 1:
         text += f" (NAME: {', '.join(names)})"
     if unsafe is not None:

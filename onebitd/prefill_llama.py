@@ -189,10 +189,15 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         "--llama-args",
         metavar="ARGS",
         default=env.get("ONEBIT_PREFILL_LLAMA_ARGS", ""),
-        help="more arguments for it in one string, as in --llama-args='-t 4 -ctk q8_0'; give the "
-        "decoder's -fa, -ctk, -ctv and rope arguments here",
+        help="more arguments for it in one string, joined with = because it begins with a dash: "
+        "--llama-args='-t 4 -ctk q8_0'; give the decoder's -fa, -ctk, -ctv and rope arguments here",
     )
-    add("--device", metavar="NAME", default=env.get("ONEBIT_PREFILL_LLAMA_DEVICE"))
+    add(
+        "--device",
+        metavar="NAME",
+        default=env.get("ONEBIT_PREFILL_LLAMA_DEVICE"),
+        help="its --device; none: compute on the CPU (default: its own choice)",
+    )
     add(
         "--ctx-size",
         type=_ctx_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import shutil
 import stat
@@ -11,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from onebitd.adapters import lock_probe
+from onebitd.core import gguf_header
 from onebitd.core.config import Config
 from onebitd.core.errors import ConfigError
 
@@ -117,7 +120,7 @@ def check_files(config: Config, environ: Mapping[str, str] | None = None) -> lis
     if config.handoff.state_dir is not None:
         found.append(_parent_fault("handoff.state_dir", Path(config.handoff.state_dir)))
     if config.lock.enabled:
-        found.append(_parent_fault("lock.path", Path(config.lock.path)))
+        found.append(_lock_fault(Path(config.lock.path)))
     return [fault for fault in found if fault]
 
 
@@ -125,12 +128,18 @@ def _model_fault(name: str) -> str:
     try:
         with _open_regular(Path(name)) as file:
             magic = file.read(len(_GGUF_MAGIC))
+            if magic != _GGUF_MAGIC:
+                return (
+                    f"model.path: {name}: not a GGUF file (it does not start with GGUF); name one"
+                )
+            with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+                gguf_header.read(mapped)
+    except gguf_header.GgufError as error:
+        return f"model.path: {name}: {error}"
     except OSError as error:
         return f"model.path: {name}: {_words(error)}; name a GGUF file that onebitd may read"
     except ConfigError as error:
         return f"model.path: {error}; name a GGUF file"
-    if magic != _GGUF_MAGIC:
-        return f"model.path: {name}: not a GGUF file (it does not start with GGUF); name one"
     return ""
 
 
@@ -147,9 +156,8 @@ def _program_fault(name: str, search: str | None) -> str:
 
 
 def _provider_fault(name: str) -> str:
-    return _executable_fault(
-        "provider.program", Path(name), "name a prefill provider, or none at all"
-    )
+    next_step = "name a prefill provider by its path (PATH is not searched), or none at all"
+    return _executable_fault("provider.program", Path(name), next_step)
 
 
 def _executable_fault(key: str, path: Path, next_step: str) -> str:
@@ -176,6 +184,15 @@ def _parent_fault(key: str, path: Path) -> str:
     """The object itself is made at start; only the directory that it is made in must be there."""
     fault = _directory_fault(key, path.parent)
     return f"{fault} to hold {path.name}" if fault else ""
+
+
+def _lock_fault(path: Path) -> str:
+    """What would make every handoff fall back; that somebody holds the lock is no fault."""
+    fault = _parent_fault("lock.path", path)
+    if fault:
+        return fault
+    lock = lock_probe.probe(path)
+    return "" if lock.usable else f"lock.path: {path}: {lock.problem}"
 
 
 def _api_keys_fault(path: Path) -> str:

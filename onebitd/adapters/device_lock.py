@@ -40,7 +40,7 @@ class DeviceLock:
         path: the lock file.
         owner_name: the first word of the owner line; one word.
         heed_declarations: wait for a living declared owner that holds no flock.
-        create_mode: mode of the file if it has to be created, before the umask.
+        create_mode: mode of the file if it has to be created, whatever the umask.
 
     The file stays where it is: removing a lock file lets two processes hold "the" lock.
     """
@@ -198,9 +198,14 @@ class DeviceLock:
                 return os.open(self.path, os.O_RDONLY | flags), False
             try:
                 create = os.O_RDWR | os.O_CREAT | os.O_EXCL | flags
-                return os.open(self.path, create, self._create_mode), True
+                fd = os.open(self.path, create, self._create_mode)
             except FileExistsError:
                 continue
+            # The umask of one daemon must not keep all other users out for ever. A file system
+            # without modes refuses this, and has nothing to set.
+            with contextlib.suppress(OSError):
+                os.fchmod(fd, self._create_mode)
+            return fd, True
         raise FileNotFoundError(errno.ENOENT, "somebody keeps removing it", self.path)
 
     def _flock(self, fd: int) -> bool:
@@ -264,7 +269,10 @@ class DeviceLock:
         )
 
     def _why_unusable(self, exc: OSError) -> str:
-        what = _WHY.get(exc.errno or 0, f"cannot be used: {os.strerror(exc.errno or 0)}")
+        if isinstance(exc, PermissionError):
+            what = lock_probe.why_denied(self.path)
+        else:
+            what = _WHY.get(exc.errno or 0, f"cannot be used: {os.strerror(exc.errno or 0)}")
         return f"the device lock {self.path} {what}"
 
 
@@ -274,8 +282,6 @@ _WHY = {
     errno.ENXIO: "is a socket or a fifo; remove it, or set lock.path",
     errno.ENOTDIR: "is inside something that is not a directory; set lock.path",
     errno.ENOENT: "cannot be created, its directory does not exist; create it, or set lock.path",
-    errno.EACCES: "may not be opened or created by this user; join the group that owns it (render)",
-    errno.EPERM: "may not be opened or created by this user; join the group that owns it (render)",
     errno.EROFS: "cannot be created on a read-only file system; set lock.path",
     errno.ENOLCK: "is on a file system without locks; set lock.path to one with them (tmpfs)",
 }

@@ -79,6 +79,14 @@ class InstanceLock:
     def _taken(self, content: bytes) -> InstanceTaken:
         word = content.split(b"\n")[0].decode("ascii", "replace")
         pid = f" (pid {word})" if word.isdigit() else ""
+        directory = os.path.dirname(os.path.abspath(self.path))
+        if os.path.basename(directory) != self.instance:
+            # RUNTIME_DIRECTORY names one directory for all: the other may be of any instance.
+            return InstanceTaken(
+                f"another onebitd{pid} uses the runtime directory {directory}, which instance"
+                f" {self.instance} would use too; stop it, or give this one a directory of its own"
+                " in RUNTIME_DIRECTORY"
+            )
         return InstanceTaken(
             f"another onebitd{pid} serves instance {self.instance}; stop it, or give this one"
             " another name with --instance"

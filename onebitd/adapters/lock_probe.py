@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import grp
 import os
+import pwd
 import re
 import stat
 import time
@@ -58,7 +60,8 @@ class LockStatus:
 
     `held` is True for a flock and for a living declared owner; `declared_only` tells the second.
     `holder` is None when the lock is free, and also when it is held by a process that this one
-    cannot see. `problem` is a sentence about the file itself, None when nothing is wrong with it.
+    cannot see. `problem` is a sentence about the file itself, None when nothing is wrong with it;
+    `usable` is False when that keeps the caller from taking the lock.
     """
 
     path: str
@@ -67,31 +70,59 @@ class LockStatus:
     holder: LockHolder | None
     problem: str | None
     declared_only: bool = False
+    usable: bool = True
 
 
 def probe(path: str | os.PathLike[str]) -> LockStatus:
     """Look at the lock file without opening it for locking; needs no privilege.
 
-    Never blocks and never raises for what it finds there: a missing file is a free lock, anything
-    odd is a `problem`.
+    Never blocks and never raises for what it finds there: a missing file that can be created is a
+    free lock, anything odd is a `problem`.
     """
     name = os.fspath(path)
     try:
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        return LockStatus(name, exists=False, held=False, holder=None, problem=None)
+        return _unusable(name, _missing_problem(name), exists=False)
+    except PermissionError:
+        return _unusable(name, f"it {why_denied(name)}", exists=False)
     except OSError as exc:
-        return LockStatus(
-            name, exists=False, held=False, holder=None, problem=f"cannot look at it: {_say(exc)}"
-        )
+        return _unusable(name, f"cannot look at it: {_say(exc)}", exists=False)
     try:
         info = os.fstat(fd)
         problem = _shape_problem(info)
         if problem is not None:
-            return LockStatus(name, exists=True, held=False, holder=None, problem=problem)
+            return _unusable(name, problem, exists=True)
         return _probe_regular(name, fd, info)
     finally:
         os.close(fd)
+
+
+def why_denied(path: str) -> str:
+    """Say why this user cannot open or create the lock file, and what to do, as a predicate.
+
+    Owner, group and mode decide: a group that may read is enough, since flock needs no more. The
+    group of root is nobody's to join.
+    """
+    user = _user_name(os.geteuid())
+    try:
+        info = os.stat(path, follow_symlinks=False)
+    except OSError:
+        directory = os.path.dirname(os.path.abspath(path))
+        return (
+            f"may not be created or reached in {directory} by the user {user}; let root create it"
+            " for all, see onebitd(8), DEVICE LOCK, or set lock.path"
+        )
+    group = _group_name(info.st_gid)
+    facts = f"{_user_name(info.st_uid)}:{group} with mode {stat.S_IMODE(info.st_mode):04o}"
+    may_join = info.st_mode & stat.S_IRGRP and info.st_gid != 0 and info.st_gid not in _own_groups()
+    advice = (
+        f"join the group {group}"
+        if may_join
+        else "let root remove it while nothing uses it, or create it for all, see onebitd(8),"
+        " DEVICE LOCK"
+    )
+    return f"may not be opened by the user {user}: it belongs to {facts}; {advice}"
 
 
 def parse_owner_line(text: str) -> tuple[str, int] | None:
@@ -123,8 +154,23 @@ def living_owner(line: str, written_at: float) -> tuple[str, int] | None:
     return owner
 
 
+def _unusable(name: str, problem: str | None, *, exists: bool) -> LockStatus:
+    """Return what is to be said of a path without a lock file; no problem: one can be created."""
+    return LockStatus(name, exists, held=False, holder=None, problem=problem, usable=not problem)
+
+
+def _missing_problem(name: str) -> str | None:
+    directory = os.path.dirname(os.path.abspath(name))
+    if not os.path.isdir(directory):
+        return f"its directory {directory} does not exist: create it, or set lock.path"
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        return f"it {why_denied(name)}"
+    return None
+
+
 def _probe_regular(name: str, fd: int, info: os.stat_result) -> LockStatus:
     line, problem = _owner_line_of(name)
+    usable = problem is None
     if problem is None:
         problem = _foreign_problem(name, info)
     try:
@@ -136,7 +182,14 @@ def _probe_regular(name: str, fd: int, info: os.stat_result) -> LockStatus:
         if not _is_alive(pid):
             # The lock outlives the process that took it in a child that inherited the descriptor.
             pid = _inheritor(info) or pid
-        return LockStatus(name, exists=True, held=True, holder=_holder(pid, line), problem=problem)
+        return LockStatus(
+            name,
+            exists=True,
+            held=True,
+            holder=_holder(pid, line),
+            problem=problem,
+            usable=usable,
+        )
     owner = living_owner(line or "", info.st_mtime)
     return LockStatus(
         name,
@@ -145,6 +198,7 @@ def _probe_regular(name: str, fd: int, info: os.stat_result) -> LockStatus:
         holder=_holder(owner[1], line) if owner else None,
         problem=problem,
         declared_only=owner is not None,
+        usable=usable,
     )
 
 
@@ -188,6 +242,8 @@ def _owner_line_of(name: str) -> tuple[str | None, str | None]:
     """Return (owner line or None, problem or None)."""
     try:
         fd = os.open(name, os.O_RDONLY | OPEN_FLAGS)
+    except PermissionError:
+        return None, f"it {why_denied(name)}"
     except OSError as exc:
         return None, f"cannot read its owner line: {_say(exc)}"
     try:
@@ -267,7 +323,10 @@ def _holder(pid: int, line: str | None) -> LockHolder:
 
 
 def command_of(pid: int) -> str:
-    """Return the command line of a process (at most 200 characters), its name, or ""."""
+    """Return the command line of a process, its name, or "".
+
+    At most 200 characters; an ellipsis stands for what was cut off.
+    """
     for name in ("cmdline", "comm"):
         try:
             with open(f"/proc/{pid}/{name}", "rb") as file:
@@ -276,7 +335,8 @@ def command_of(pid: int) -> str:
             return ""
         text = _CONTROL.sub(" ", raw.decode("utf-8", "replace")).strip()
         if text:
-            return text[:_COMMAND_CHARS]
+            cut = len(text) > _COMMAND_CHARS
+            return f"{text[: _COMMAND_CHARS - 1].rstrip()}…" if cut else text
     return ""
 
 
@@ -314,6 +374,24 @@ def _started_at(pid: int) -> float | None:
         return None
     after_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot_s
+
+
+def _own_groups() -> set[int]:
+    return {os.getegid(), *os.getgroups()}
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
 
 
 def _say(exc: OSError) -> str:

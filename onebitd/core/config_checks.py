@@ -54,7 +54,10 @@ def check_together(
     """
     # A key that was given and is faulty has its own line already: only "not given" counts here.
     if sources["model.path"] == "default":
-        problems.append("model.path: not set; name the GGUF file there or with -m MODEL")
+        problems.append(
+            "model.path: not set; name the GGUF file with -m MODEL, or write a configuration, see "
+            "onebitd.toml(5)"
+        )
     if (
         not is_loopback(found["http.host"])
         and sources["http.api_key_file"] == "default"
@@ -92,7 +95,9 @@ def _check_path(setting: Setting, value: Any) -> str:
     if fault:
         return fault
     if not PurePath(value).is_absolute():
-        return f"must be an absolute path, not {value!r}"
+        # A bare name works for llama_server, so people try it for the provider too.
+        searched = setting.key == "provider.program" and "/" not in value
+        return f"must be an absolute path, not {value!r}" + searched * "; PATH is not searched"
     return ""
 
 

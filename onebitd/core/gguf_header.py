@@ -41,6 +41,8 @@ _RECURRENT_GROUPS = frozenset({"ssm", "wkv", "shortconv", "kda"})
 # Windows that llama.cpp supplies where the file has no key (src/models/gemma2.cpp, llama4.cpp).
 _SUPPLIED_WINDOWS = {"gemma2": 4096, "llama4": 8192}
 
+_FETCH_AGAIN = "the file is cut off or damaged, fetch it again"
+
 _Value: TypeAlias = int | float | bool | str
 _Buffer: TypeAlias = "bytes | bytearray | memoryview | mmap.mmap"
 
@@ -93,7 +95,9 @@ def read(buf: _Buffer) -> GgufHeader:
     reader.u64("the tensor count")
     n_pairs = reader.u64("the metadata count")
     if n_pairs > min(_MAX_PAIRS, reader.left // 13):
-        raise GgufError(f"{n_pairs} metadata pairs do not fit the {len(buf)} bytes there are")
+        raise GgufError(
+            f"{n_pairs} metadata pairs do not fit the {len(buf)} bytes there are; {_FETCH_AGAIN}"
+        )
     pairs: dict[str, Sequence[_Value]] = {}
     counts: dict[str, int] = {}
     for _ in range(n_pairs):
@@ -169,7 +173,7 @@ class _Reader:
         if n_bytes > self._size - start:
             raise GgufError(
                 f"the metadata is cut: {what} at byte {start} needs {n_bytes} bytes, "
-                f"{self._size - start} are there"
+                f"{self._size - start} are there; {_FETCH_AGAIN}"
             )
         self.at = start + n_bytes
         return start
@@ -211,12 +215,14 @@ class _Reader:
     def _skip_strings(self, count: int, key: str) -> None:
         """Pass over an array of strings, as fast as Python can: vocabularies are long."""
         if count > min(_MAX_STRINGS, self.left // 8):
-            raise GgufError(f"{key}: {count} strings do not fit the {self.left} bytes left")
+            raise GgufError(
+                f"{key}: {count} strings do not fit the {self.left} bytes left; {_FETCH_AGAIN}"
+            )
         unpack, buf, at = struct.Struct("<Q").unpack_from, self._buf, self.at
         last = self._size - 8
         for number in range(count):
             if at > last:
-                raise GgufError(f"{key}: cut at string {number} of {count}")
+                raise GgufError(f"{key}: cut at string {number} of {count}; {_FETCH_AGAIN}")
             at += 8 + unpack(buf, at)[0]
         self.at = min(at, self._size)
         self.skip(at - self.at, key)

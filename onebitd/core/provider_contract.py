@@ -38,7 +38,7 @@ def environment(
     for its own parent for ever. A provider that runs a llama-server of its own finds the decoder's
     in ONEBIT_LLAMA_SERVER: state files of another build may be refused.
     """
-    env = {LLAMA_SERVER_VARIABLE: llama_server, **inherited, **extra}
+    env = {**inherited, LLAMA_SERVER_VARIABLE: llama_server, **extra}
     if lock_held:
         env[NO_LOCK_VARIABLE] = "1"
     return env

@@ -15,6 +15,10 @@ _COLUMNS: Final = (8, 9, 6, 6, 9, 9, 10)
 _HEADINGS: Final = ("TIME", "OUTCOME", "PROMPT", "EVAL", "PREFILL", "RESTORE", "FIRST BYTE")
 _LEFT_ALIGNED: Final = 2
 
+WIDE_COLUMNS: Final = 100
+"""From so many columns on, every reason and some of its detail fit behind the table's cells."""
+_SECOND_LINE_INDENT: Final = " " * 10
+
 
 def handoffs_header(width: int | None) -> str:
     """Return the heading of the handoffs table, cut to `width` columns unless that is None."""
@@ -22,7 +26,10 @@ def handoffs_header(width: int | None) -> str:
 
 
 def handoff_row(record: Mapping[str, Any], width: int | None, *, colour: bool) -> str:
-    """Return one line of the handoffs table, cut to `width` columns unless that is None."""
+    """Return one handoff of the table, cut to `width` columns unless that is None.
+
+    On a narrow terminal the reason gets a line of its own; the detail is cut, the reason never.
+    """
     restore = record.get("restore_ms")
     if restore is None and record.get("adopt_ms") is not None:
         restore = record["adopt_ms"] + (record.get("share_ms") or 0.0)
@@ -36,23 +43,29 @@ def handoff_row(record: Mapping[str, Any], width: int | None, *, colour: bool) -
         milliseconds(restore),
         milliseconds(record.get("first_byte_ms")),
     )
-    reason = ": ".join(clean(str(record[key])) for key in ("reason", "detail") if record.get(key))
-    line = cut(f"{_cells(cells)}  {reason}".rstrip(), width)
+    reason, detail = (clean(str(record.get(key) or "")) for key in ("reason", "detail"))
+    words = ": ".join(filter(None, (reason, detail)))
+    line = f"{_cells(cells)}  {words}".rstrip()
+    if width is not None and len(line) > width:
+        if words and width < WIDE_COLUMNS:
+            second = cut(_SECOND_LINE_INDENT + words, max(width, _end_of(reason)))
+            line = f"{cut(_cells(cells), width)}\n{second}"
+        else:
+            line = cut(line, width)
     painted = paint(outcome, _OUTCOME_PAINTS.get(outcome, "yellow"), colour)
     return line.replace(outcome, painted, 1)
 
 
 def config_page(config: Mapping[str, Any]) -> str:
-    """Return key, value and source of each setting, aligned."""
+    """Return key, source and value of each setting; the value is last, as it may be long."""
     rows = []
     for key, entry in config.items():
         found = entry if isinstance(entry, Mapping) else {"value": entry}
         rows.append((clean(key), _value(found.get("value")), clean(str(found.get("source", "?")))))
     wide = max((len(key) for key, _, _ in rows), default=0)
-    # One long value must not push every source out of sight.
-    wide_value = min(max((len(value) for _, value, _ in rows), default=0), 36)
+    wide_source = max((len(source) for _, _, source in rows), default=0)
     return "\n".join(
-        f"{key:<{wide}}  {value:<{wide_value}}  {source}" for key, value, source in rows
+        f"{key:<{wide}}  {source:<{wide_source}}  {value}" for key, value, source in rows
     )
 
 
@@ -65,8 +78,10 @@ def lock_page(lock: Mapping[str, Any]) -> str:
         state = f"claimed by pid {holder['pid']}, which wrote its name and took no lock"
     elif lock["held"]:
         state = f"held by pid {holder['pid']}"
+    elif not lock.get("usable", True):
+        state = "unusable"
     else:
-        state = "free" if lock["exists"] or lock["problem"] else "free (no such file yet)"
+        state = "free" if lock["exists"] else "free (no such file yet)"
     lines = [f"{lock['path']}: {state}"]
     for key, label in (("command", "command"), ("owner_line", "owner line")):
         if holder.get(key):
@@ -90,6 +105,11 @@ def _value(value: object) -> str:
 
 def _count(value: object) -> str:
     return "-" if value is None else clean(str(value))
+
+
+def _end_of(reason: str) -> int:
+    """Return the width that a second line needs for the reason and the sign of a cut."""
+    return len(_SECOND_LINE_INDENT) + len(reason) + 2
 
 
 def _cells(cells: Sequence[str]) -> str:

@@ -29,12 +29,24 @@ _LABEL_COLUMNS: Final = 10
 _STATE_PAINTS: Final = {"ready": "green", "failed": "red"}
 
 _ADVICE: Final = {
-    "lock_busy": "`onebitctl lock` names who has the device",
-    "lock_unusable": "`onebitctl lock` says what is wrong with the lock file",
+    "lock_busy": "wait for the program that `onebitctl lock` names, or raise lock.wait_s",
+    "lock_unusable": "do what `onebitctl lock` says of the lock file",
+    "provider_exit": "run the provider by hand, see onebit-provider(7), EXAMPLES",
+    "provider_timeout": "find out what the provider waits for, or raise provider.timeout_s",
+    "provider_no_file": "correct the provider: status 0 means that it wrote the state file",
+    "bad_state": (
+        "give provider and decoder the same model, llama.cpp build, flash attention and cache"
+        " types; `onebitctl handoffs` shows where they differ"
+    ),
+    "restore_refused": "report it with the detail that `onebitctl handoffs` shows",
+    "restore_short": "report it with the detail that `onebitctl handoffs` shows",
     "no_space": "make room where the state files live (handoff.state_dir)",
-    "bad_state": "provider, model and decoder do not fit together",
-    "wasted": "the decoder evaluates what it was handed again, see onebitd(8)",
+    "wasted": (
+        "let the decoder keep what it is handed: --swa-full for a sliding window, --cache-ram 0;"
+        " see onebitd(8), OUTCOMES"
+    ),
 }
+"""What to do, by the reason of the last failure; an imperative, not another name for the fault."""
 
 
 def status_page(status: Mapping[str, Any], now: dt.datetime, *, colour: bool) -> str:
@@ -82,7 +94,7 @@ def _rows(status: Mapping[str, Any], now: dt.datetime) -> list[tuple[str, list[s
         ("model", _model_values(part_of(status, "model"))),
         ("decoder", _decoder_values(part_of(status, "backend"), now)),
         ("provider", _provider_values(part_of(status, "provider"))),
-        ("lock", _lock_values(part_of(status, "lock"))),
+        ("lock", _lock_values(part_of(status, "lock"), status.get("pid"))),
         ("slot", _slot_values(part_of(status, "slot"))),
         ("queue", _queue_values(part_of(status, "queue"))),
         *_counter_rows(part_of(status, "handoffs")),
@@ -134,10 +146,14 @@ def _provider_values(provider: Mapping[str, Any]) -> list[str]:
     return [text]
 
 
-def _lock_values(lock: Mapping[str, Any]) -> list[str]:
-    state = "free"
-    if lock.get("held"):
-        holder = part_of(lock, "holder")
+def _lock_values(lock: Mapping[str, Any], daemon_pid: object) -> list[str]:
+    if lock.get("hold") == "never":
+        return ["not used (NPU_NO_DEVICE_LOCK)"]
+    state = "free" if lock.get("usable", True) else "unusable"
+    holder = part_of(lock, "holder")
+    if lock.get("held") and holder and holder.get("pid") == daemon_pid:
+        state = "held by this daemon"
+    elif lock.get("held"):
         state = f"held by pid {holder['pid']}" if holder else "held by a process out of sight"
         if holder.get("command"):
             state += f" ({holder['command']})"
@@ -174,17 +190,16 @@ def _counter_rows(handoffs: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 
 
 def _state_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    instance = status.get("instance", "?")
     last_exit = part_of(part_of(status, "backend"), "last_exit")
     why = status.get("state_detail") or last_exit.get("reason")
     because = f" ({why})" if why else ""
     match status.get("state"):
         case "failed":
-            return f"onebitd has failed{because}. Its log says more: {_journal(instance)}"
+            return f"onebitd has failed{because}. Its log says more: {_log_of(status)}."
         case "restarting":
             return (
-                f"The decoder is being restarted{because}; until it is ready, requests get 503."
-                f" Its last words are in the log: {_journal(instance)}"
+                f"The decoder is being restarted{because}; until it is ready, requests wait or get"
+                f" 503. Its last words are in the log: {_log_of(status)}."
             )
         case "draining":
             return "onebitd is stopping: replies under way are finished, new requests get 503."
@@ -201,7 +216,7 @@ def _exit_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
     return (
         f"The decoder ended unexpectedly {ago(last_exit.get('time'), now)}"
         f" ({last_exit.get('reason')}) and was restarted. Its last words are in the log:"
-        f" {_journal(status.get('instance', '?'))}"
+        f" {_log_of(status)}."
     )
 
 
@@ -219,6 +234,8 @@ def _provider_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None
 
 def _lock_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
     lock = part_of(status, "lock")
+    if lock.get("hold") == "never":
+        return None  # a file that nobody here takes is nobody's trouble
     return f"Device lock {lock.get('path')}: {lock['problem']}." if lock.get("problem") else None
 
 
@@ -246,5 +263,8 @@ def _failure_words(failure: Mapping[str, Any], now: dt.datetime) -> str:
     return f"{ago(failure.get('time'), now)}, {failure.get('reason', '?')}{detail}"
 
 
-def _journal(instance: object) -> str:
-    return f"journalctl -u onebitd@{instance}"
+def _log_of(status: Mapping[str, Any]) -> str:
+    """Say where the log is: a daemon that nothing manages writes where its starter looks."""
+    if status.get("service_manager"):
+        return f"`journalctl -u onebitd@{status.get('instance', '?')}`"
+    return "the daemon's standard error"

@@ -91,7 +91,11 @@ _FLAGS: Final = (
     _Flag(("--host",), "ADDR", "http.host", str, "public address (default: 127.0.0.1)"),
     _Flag(("--port",), "N", "http.port", int, "public port; 0 takes a free one (default: 8000)"),
     _Flag(
-        ("--ctx-size",), "N", "model.ctx_size", int, "context size in tokens (default: the model's)"
+        ("--ctx-size",),
+        "N",
+        "model.ctx_size",
+        int,
+        "context size in tokens (default: llama-server's own choice)",
     ),
 )
 
@@ -117,7 +121,8 @@ Arguments after -- are passed to llama-server, behind those of backend.args.
 environment:
   ONEBIT_HYBRID_PREFILL  prefill provider program (provider.program)
   ONEBIT_HYBRID_ELFS     directory passed to the provider as --elfs (provider.elfs)
-  ONEBIT_KV_SHARE        set and not empty, 0 too: use the shared route (handoff.share)
+  ONEBIT_KV_SHARE        set and not empty, 0 too: use the shared route (handoff.share;
+                         not in this version, which goes on with files)
   ONEBIT_LLAMA_SERVER    llama-server program (backend.llama_server)
   NPU_NO_DEVICE_LOCK     set: take no NPU device lock
 

@@ -143,6 +143,7 @@ class StatusView:
             holder=None if holder is None else {"pid": holder.pid, "command": holder.command},
             hold=lock.hold if lock.enabled else "never",
             problem=found.problem,
+            usable=found.usable,
         )
 
     def _slot_status(self) -> SlotStatus:

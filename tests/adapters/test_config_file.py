@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,12 @@ from onebitd.core.config_resolve import resolve
 from onebitd.core.errors import ConfigError
 
 NOBODY = 65534
+
+_KEY, _NAME = b"general.architecture", b"llama"
+GGUF = b"GGUF" + struct.pack(
+    f"<IQQQ{len(_KEY)}sIQ{len(_NAME)}s", 3, 0, 1, len(_KEY), _KEY, 8, len(_NAME), _NAME
+)
+"""The smallest file whose header is in order: one key, no tensors."""
 
 
 def fault(path: Path) -> str:
@@ -181,7 +188,7 @@ def test_read_api_keys_missing_file_names_the_setting(tmp_path: Path) -> None:
 def config(tmp_path: Path, **sections: dict[str, object]) -> Config:
     """Resolve a configuration whose every file is in order, with changes."""
     model, server = tmp_path / "m.gguf", tmp_path / "llama-server"
-    model.write_bytes(b"GGUF\3\0\0\0")
+    model.write_bytes(GGUF)
     server.write_text("#!/bin/sh\n")
     server.chmod(0o755)
     file: dict[str, dict[str, object]] = {
@@ -236,10 +243,30 @@ def test_check_files_model_that_is_no_gguf(tmp_path: Path) -> None:
         assert words in lines[0]
 
 
+@pytest.mark.parametrize("size", [4, 20, len(GGUF) - 1])
+def test_check_files_model_that_is_cut_says_so(tmp_path: Path, size: int) -> None:
+    """A download that broke off is found by --check-config, with what to do."""
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(GGUF[:size])
+    (line,) = check_files(config(tmp_path, model={"path": str(cut)}))
+    assert line.startswith(f"model.path: {cut}: ")
+    assert line.endswith("the file is cut off or damaged, fetch it again")
+
+
+def test_check_files_provider_that_is_not_there_says_that_path_is_not_searched(
+    tmp_path: Path,
+) -> None:
+    """A bare name becomes a file of the working directory; whoever meant PATH learns it."""
+    (line,) = check_files(config(tmp_path, provider={"program": str(tmp_path / "no")}))
+    assert line.startswith(f"provider.program: {tmp_path}/no: no such file")
+    assert "PATH is not searched" in line
+
+
 def test_check_files_unreadable_model(open_dir: Path) -> None:
     """A model that the daemon's user may not read is found before llama-server fails on it."""
     given = config(open_dir)
     Path(given.model.path).chmod(0)
+    Path(given.lock.path).touch(0o644)
     with without_root():
         lines = check_files(given)
     assert ["permission denied" in line for line in lines] == [True]
@@ -266,6 +293,25 @@ def test_check_files_program_name_is_looked_up_in_path(tmp_path: Path) -> None:
         "no program llama-server in PATH" in check_files(config(tmp_path, backend=name), nowhere)[0]
     )
     assert check_files(config(tmp_path, backend=name | {"env": here}), nowhere) == []
+
+
+def test_check_files_lock_that_cannot_be_taken_is_found(open_dir: Path) -> None:
+    """Before the first handoff falls back: the wrong kind of file, and one of somebody else."""
+    given = config(open_dir)
+    lock = Path(given.lock.path)
+    lock.symlink_to(open_dir / "elsewhere")
+    (line,) = check_files(given)
+    assert line.startswith(f"lock.path: {lock}: it is a symbolic link")
+    lock.unlink()
+    lock.touch(0o600)
+    assert check_files(given) == []
+    if os.geteuid() != 0:
+        return
+    with without_root():
+        lines = check_files(given)
+    assert [f"lock.path: {lock}: it may not be opened by the user" in line for line in lines] == [
+        True
+    ]
 
 
 def test_check_files_lock_is_not_looked_at_when_none_is_taken(tmp_path: Path) -> None:

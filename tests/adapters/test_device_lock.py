@@ -399,7 +399,14 @@ async def test_lock_without_permission_is_unusable(shared_dir: Path, kind: str) 
         [sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, check=True
     )
     assert done.stdout.startswith(b"lock_unusable: ")
-    assert b"join the group" in done.stdout
+    words = {
+        "forbidden file": "may not be opened by the user nobody: it belongs to root:root with mode"
+        " 0600; let root remove it while nothing uses it, or create it for all",
+        "forbidden directory": f"may not be created or reached in {shared_dir} by the user nobody;"
+        " let root create it for all",
+    }
+    assert words[kind] in done.stdout.decode()
+    assert "onebitd(8), DEVICE LOCK" in done.stdout.decode()
 
 
 @pytest.mark.parametrize(
@@ -446,9 +453,13 @@ async def test_lock_not_a_plain_file_is_refused(tmp_path: Path, kind: str, words
     assert str(path) not in open_fds()
 
 
-async def test_lock_created_file_is_private_and_stays(lock_path: Path) -> None:
-    """A file that had to be created gets mode 0660 less the umask and is not removed."""
-    old = os.umask(0o007)
+@pytest.mark.parametrize("umask", [0o007, 0o077])
+async def test_lock_created_file_has_its_mode_and_stays(lock_path: Path, umask: int) -> None:
+    """A file that had to be created gets mode 0660 whatever the umask, and is not removed.
+
+    With a umask of 027 it was 0640, and no other user could take the lock ever after.
+    """
+    old = os.umask(umask)
     try:
         async with DeviceLock(lock_path).held_for(0):
             assert lock_path.stat().st_mode & 0o777 == 0o660

@@ -50,6 +50,19 @@ def test_instance_lock_second_daemon_is_told_the_first(tmp_path: Path) -> None:
     assert not lock.held
 
 
+def test_instance_lock_one_directory_for_two_names_tells_the_directory(tmp_path: Path) -> None:
+    """RUNTIME_DIRECTORY puts both into one directory: the other need not be of this name."""
+    path = tmp_path / "shared" / "onebitd.lock"
+    path.parent.mkdir()
+    first = instance.InstanceLock(path, "qwen")
+    first.acquire()
+    with pytest.raises(InstanceTaken) as caught:
+        instance.InstanceLock(path, "llama").acquire()
+    first.release()
+    assert f"uses the runtime directory {path.parent}, which instance llama" in str(caught.value)
+    assert "serves instance" not in str(caught.value)
+
+
 def test_instance_lock_is_not_inherited(tmp_path: Path) -> None:
     """A child that outlives the daemon does not keep the instance."""
     path = tmp_path / "onebitd.lock"

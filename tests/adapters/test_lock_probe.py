@@ -52,6 +52,15 @@ def test_probe_no_file_is_free(tmp_path: Path) -> None:
     """A lock file that does not exist is a free lock, not a problem."""
     status = lock_probe.probe(tmp_path / "none")
     assert (status.exists, status.held, status.holder, status.problem) == (False, False, None, None)
+    assert status.usable
+
+
+def test_probe_no_directory_is_unusable(tmp_path: Path) -> None:
+    """A file that cannot be created is no free lock."""
+    status = lock_probe.probe(tmp_path / "none" / "lock")
+    assert (status.exists, status.usable) == (False, False)
+    assert status.problem is not None
+    assert f"{tmp_path}/none does not exist: create it" in status.problem
 
 
 def test_probe_unlocked_file_is_free(lock_path: Path) -> None:
@@ -192,6 +201,7 @@ def test_probe_not_a_plain_file_says_what(tmp_path: Path, kind: str) -> None:
     assert status.problem is not None
     assert word.get(kind, kind) in status.problem
     assert not status.held
+    assert not status.usable
 
 
 def test_probe_without_privilege_sees_a_foreign_holder(
@@ -206,14 +216,58 @@ def test_probe_without_privilege_sees_a_foreign_holder(
         "from onebitd.adapters import lock_probe\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "status = lock_probe.probe(sys.argv[1])\n"
-        "print(status.held, status.holder.pid, status.problem)\n"
+        "print(status.held, status.holder.pid, status.usable, status.problem)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(lock_path)], stdout=subprocess.PIPE, check=True
     )
-    held, pid, problem = done.stdout.decode().split(" ", 2)
-    assert (held, int(pid)) == ("True", foreign_holder.pid)
-    assert "cannot read its owner line" in problem
+    held, pid, usable, problem = done.stdout.decode().split(" ", 3)
+    assert (held, int(pid), usable) == ("True", foreign_holder.pid, "False")
+    assert "it may not be opened by the user nobody" in problem
+
+
+@pytest.mark.parametrize(
+    ("mode", "gid", "words"),
+    [
+        (0o640, 0, "it belongs to root:root with mode 0640; let root remove it"),
+        (0o660, 0, "root:root with mode 0660; let root remove it"),
+        (0o660, 54321, "root:54321 with mode 0660; join the group 54321"),
+        (0o600, 54321, "root:54321 with mode 0600; let root remove it"),
+    ],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other groups")
+def test_probe_file_of_others_is_unusable_and_says_who_may(
+    lock_path: Path, mode: int, gid: int, words: str
+) -> None:
+    """Not free: owner, group and mode are told, and a group only where joining it helps."""
+    os.chown(lock_path, 0, gid)
+    lock_path.chmod(mode)
+    script = (
+        "import os, sys\n"
+        "from onebitd.adapters import lock_probe\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "status = lock_probe.probe(sys.argv[1])\n"
+        "print(status.held, status.usable, status.problem)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(lock_path)], stdout=subprocess.PIPE, check=True
+    )
+    assert done.stdout.startswith(b"False False it may not be opened by the user nobody: ")
+    assert words in done.stdout.decode()
+
+
+def test_command_of_long_one_ends_with_an_ellipsis() -> None:
+    """What was cut off shows: 200 characters in all, the last of them the sign."""
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()", "x" * 300], stdin=subprocess.PIPE
+    ) as process:
+        deadline = time.monotonic() + 20
+        while "xxx" not in (command := lock_probe.command_of(process.pid)):
+            assert time.monotonic() < deadline  # the child has not called exec yet
+            time.sleep(0.01)
+        process.kill()
+    assert len(command) == 200
+    assert command.endswith("xxx…")
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ def test_resolve_range_is_inclusive_and_names_its_bound(setting: Any) -> None:
         ("log.format", "xml", "must be one of"),
         ("model.path", "m.gguf", "must be an absolute path"),
         ("provider.elfs", "~/elfs", "must be an absolute path"),
+        ("provider.program", "prefill", "must be an absolute path, not 'prefill'; PATH is not"),
         ("backend.llama_server", "bin/llama-server", "must be an absolute path or a name"),
         ("backend.llama_server", " ", "must not be empty"),
         ("http.host", "", "must not be empty"),
@@ -189,7 +190,10 @@ def test_resolve_reports_everything_at_once() -> None:
 
 def test_resolve_without_model_says_how_to_name_one() -> None:
     """The one required key; a faulty one is not reported as missing as well."""
-    assert problems(file={}) == ["model.path: not set; name the GGUF file there or with -m MODEL"]
+    assert problems(file={}) == [
+        "model.path: not set; name the GGUF file with -m MODEL, or write a configuration, see "
+        "onebitd.toml(5)"
+    ]
     assert len(problems(("model.path", 1))) == 1
     lines = problems(file={}, extra_problems=["after --: -mm is refused: x; y"])
     assert len(lines) == 2

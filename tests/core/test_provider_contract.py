@@ -33,16 +33,13 @@ def test_environment_lock_variable_only_while_we_hold_it() -> None:
     )
 
 
-@pytest.mark.parametrize("place", ["inherited", "extra"])
-def test_environment_llama_server_of_the_users_stays(place: str) -> None:
-    """The decoder's program is only what a provider finds when nobody named another."""
+def test_environment_llama_server_is_the_decoders_unless_provider_env_names_one() -> None:
+    """The program that flag, variable and file were resolved to; `provider.env` stands above it."""
+    inherited = {"ONEBIT_LLAMA_SERVER": "/exported"}
+    env = contract.environment(inherited, {}, lock_held=False, llama_server="/resolved")
+    assert env["ONEBIT_LLAMA_SERVER"] == "/resolved"
     own = {"ONEBIT_LLAMA_SERVER": "/mine"}
-    env = contract.environment(
-        own if place == "inherited" else {},
-        own if place == "extra" else {},
-        lock_held=False,
-        llama_server="/ls",
-    )
+    env = contract.environment(inherited, own, lock_held=False, llama_server="/resolved")
     assert env["ONEBIT_LLAMA_SERVER"] == "/mine"
 
 

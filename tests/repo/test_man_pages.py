@@ -125,6 +125,18 @@ def test_provider_page_options_are_those_of_the_parser(
     assert flags(section(PROVIDER, "REFERENCE PROVIDER")) == provider_flags(capsys)
 
 
+def test_provider_help_has_words_for_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag without a sentence leaves the reader alone, as --device did."""
+    with pytest.raises(SystemExit):
+        prefill_llama.parse_options(["--help"], {})
+    options = capsys.readouterr().out.partition("options:\n")[2].partition("\nenvironment")[0]
+    entries = re.split(r"\n(?=  -)", options.strip("\n"))
+    assert len(entries) >= 10
+    for entry in entries:
+        words = re.sub(r"^  -\S+( [A-Z_]+)?(, -\S+( [A-Z_]+)?)?", "", entry).split()
+        assert len(words) >= 3, entry
+
+
 def test_provider_page_contract_options_are_those_of_the_reference_provider(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -274,6 +286,12 @@ def example_provider() -> str:
     return found.group(1).replace("\\e", "\\")
 
 
+def test_provider_page_example_names_programs_by_their_paths() -> None:
+    """The daemon's PATH is not the reader's; README installs below /opt/onebitd."""
+    assert re.findall(r"(\S*)onebit-prefill-llama", example_provider()) == ["/opt/onebitd/bin/"]
+    assert "-m venv /opt/onebitd\n" in (ROOT / "README.md").read_text()
+
+
 ENGINE = """\
 #!/bin/sh
 echo "$@" >"$LOG"
@@ -285,7 +303,8 @@ echo '{"prefill_ms": 1.5}'
 
 def run_example(home: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the page's provider with a program of ours in the place of the reference provider."""
-    for name, text in (("prefill-cpu", example_provider()), ("onebit-prefill-llama", ENGINE)):
+    script = example_provider().replace("/opt/onebitd/bin/", f"{home}/")
+    for name, text in (("prefill-cpu", script), ("onebit-prefill-llama", ENGINE)):
         (home / name).write_text(text)
         (home / name).chmod(0o700)
     environ = {"PATH": f"{home}:{os.environ['PATH']}", "LOG": str(home / "log"), **env}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import re
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def test_status_page_nothing_wrong_is_the_documented_page() -> None:
         ({"state": "failed", "state_detail": "it ended 5 times"}, "failed (it ended 5 times)"),
         (
             {"state": "restarting", "backend": backend(last_exit=LastExit("x", "signal 11"))},
-            "being restarted (signal 11); until it is ready, requests get 503",
+            "being restarted (signal 11); until it is ready, requests wait or get 503",
         ),
         ({"state": "draining"}, "onebitd is stopping"),
         (
@@ -100,7 +101,7 @@ def test_status_page_nothing_wrong_is_the_documented_page() -> None:
                     consecutive_failures=4, last_error=LAST_ERROR | {"reason": "lock_busy"}
                 )
             },
-            "`onebitctl lock` names who has the device",
+            "the program that `onebitctl lock` names",
         ),
         (
             {
@@ -120,6 +121,82 @@ def test_status_page_something_wrong_says_so_first(changes: dict[str, Any], word
     assert rest.startswith("qwen: ")
     assert max(map(len, page.split("\n"))) <= cli_text.PAGE_COLUMNS
     assert not cli_status.is_fine(status, NOW)
+
+
+@pytest.mark.parametrize("reason", ["bad_state", "provider_exit", "provider_timeout", "wasted"])
+def test_status_page_failures_in_a_row_say_what_to_do(reason: str) -> None:
+    """What helps is an act, not the fault in other words."""
+    failing = provider(consecutive_failures=3, last_error=LAST_ERROR | {"reason": reason})
+    (problem,) = cli_status.find_problems(status_of(provider=failing), NOW)
+    help_ = problem.partition("What helps: ")[2]
+    assert help_.split()[0] in {"give", "run", "find", "let"}
+
+
+@pytest.mark.parametrize("reason", cli_status._ADVICE)
+def test_status_advice_is_for_a_reason_that_exists(reason: str) -> None:
+    """A misspelled reason would never be found."""
+    assert reason in [*Reason, Outcome.WASTED]
+
+
+@pytest.mark.parametrize(
+    ("managed", "where"),
+    [(True, "`journalctl -u onebitd@qwen`"), (False, "the daemon's standard error")],
+)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state": "failed"},
+        {"state": "restarting"},
+        {"backend": backend(restarts=1, last_exit=LastExit("2026-05-01T12:05:00Z", "sig 9"))},
+    ],
+)
+def test_status_page_log_is_where_the_daemon_writes_it(
+    changes: dict[str, Any], managed: bool, where: str
+) -> None:
+    """journalctl is named only for a daemon that runs under a service manager."""
+    (problem,) = cli_status.find_problems(status_of(service_manager=managed, **changes), NOW)
+    assert problem.endswith((f"log: {where}.", f"says more: {where}."))
+    assert ("journalctl" in problem) is managed
+
+
+def lock_row(**changes: Any) -> str:
+    """Return the page's words on the lock."""
+    lock = dataclasses.replace(make_status().lock, **changes)
+    page = cli_status.status_page(status_of(lock=lock), NOW, colour=False)
+    return re.sub(r"\s+", " ", page.partition("\nlock      ")[2].partition("\nslot")[0])
+
+
+def test_status_page_lock_of_this_daemon_says_so() -> None:
+    """Its own run is not shown like a stranger."""
+    holder = {"pid": make_status().pid, "command": "/usr/bin/onebitd --instance qwen"}
+    assert lock_row(held=True, holder=holder).startswith("held by this daemon, /tmp/")
+    assert lock_row(held=True, holder=holder | {"pid": 7}).startswith("held by pid 7 (/usr/bin/")
+
+
+def test_status_page_lock_that_is_not_used_has_no_problem() -> None:
+    """Under NPU_NO_DEVICE_LOCK a bad lock file is nobody's trouble."""
+    unused = LockStatus("/l", False, None, "never", "it is a fifo", usable=False)
+    status = status_of(lock=unused)
+    assert cli_status.find_problems(status, NOW) == []
+    page = cli_status.status_page(status, NOW, colour=False)
+    assert "\nlock      not used (NPU_NO_DEVICE_LOCK)\n" in page
+
+
+def test_pages_lock_that_cannot_be_taken_is_not_free() -> None:
+    """A file that this user may not open is unusable, and the problem says what to do."""
+    problem = "it may not be opened by the user x: it belongs to root:root with mode 0640; do y"
+    assert lock_row(problem=problem, usable=False).startswith("unusable, /tmp/")
+    page = pages.lock_page(
+        {
+            "path": "/l",
+            "exists": True,
+            "held": False,
+            "holder": None,
+            "problem": problem,
+            "usable": False,
+        }
+    )
+    assert page.split("\n") == ["/l: unusable", f"problem: {problem}"]
 
 
 @pytest.mark.parametrize(
@@ -206,8 +283,38 @@ def test_handoff_row_long_detail_is_cut_to_the_width_only_when_there_is_one() ->
     assert len(pages.handoffs_header(100)) <= 100
 
 
-def test_config_page_is_key_value_source() -> None:
-    """Unset, lists, tables and booleans read like what they are."""
+@pytest.mark.parametrize("width", [20, 71, 80, 99])
+def test_handoff_row_narrow_terminal_keeps_the_whole_reason(width: int) -> None:
+    """The reason goes to a second, indented line and is never cut; the detail may be."""
+    for reason in Reason:
+        record = make_record(
+            outcome=Outcome.FALLBACK, reason=reason, detail="word " + "x" * 200
+        ).fields()
+        first, second = pages.handoff_row(record, width, colour=False).split("\n")
+        assert second.startswith(f"{' ' * 10}{reason}:")
+        assert second.endswith("…")
+        assert len(first) <= width
+        assert len(second) <= max(width, 10 + len(reason) + 2)
+
+
+def test_handoff_row_narrow_terminal_short_reason_stays_on_its_line() -> None:
+    """What fits is one line on any terminal."""
+    record = make_record(outcome=Outcome.SKIPPED, reason=Reason.POLICY).fields()
+    assert "\n" not in pages.handoff_row(record, 80, colour=False)
+    assert "\n" not in pages.handoff_row(make_record().fields(), 40, colour=False)
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_handoff_row_wide_terminal_shows_every_reason_whole(reason: Reason) -> None:
+    """One line a handoff, from the documented width on."""
+    record = make_record(outcome=Outcome.FALLBACK, reason=reason, detail="x" * 200).fields()
+    row = pages.handoff_row(record, pages.WIDE_COLUMNS, colour=False)
+    assert f"  {reason}: x" in row
+    assert len(row) == pages.WIDE_COLUMNS
+
+
+def test_config_page_is_key_source_value() -> None:
+    """Unset, lists, tables and booleans read like what they are; a long value moves no column."""
     page = pages.config_page(
         {
             "a.b": {"value": None, "source": "default"},
@@ -217,16 +324,14 @@ def test_config_page_is_key_value_source() -> None:
         }
     )
     assert [line.split() for line in page.split("\n")] == [
-        ["a.b", "-", "default"],
-        ["long.key", "-t", "4", "file"],
-        ["c", "true", "flag", "--c"],
-        ["d", "A=1", "file"],
+        ["a.b", "default", "-"],
+        ["long.key", "file", "-t", "4"],
+        ["c", "flag", "--c", "true"],
+        ["d", "file", "A=1"],
     ]
-    starts = [
-        line.index(word)
-        for line, word in zip(page.split("\n"), ("def", "fi", "fl", "fi"), strict=True)
-    ]
-    assert len(set(starts)) == 1
+    for words in (("def", "fi", "fl", "fi"), ("  -", "  -t", "  true", "  A=1")):
+        starts = [line.index(word) for line, word in zip(page.split("\n"), words, strict=True)]
+        assert len(set(starts)) == 1
 
 
 @pytest.mark.parametrize(

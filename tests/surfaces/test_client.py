@@ -251,11 +251,36 @@ def test_choose_socket_two_of_a_name_is_an_error_that_lists_both(short_tmp: Path
     assert "--socket" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("sockets", "booted", "words"),
+    [
+        ([], True, "`systemctl start onebitd@q` if it is a service, else with `onebitd --inst"),
+        ([], False, "start it with `onebitd --instance q`"),
+        (["/run/onebitd/q/control.sock"], True, "start it with `systemctl start onebitd@q`"),
+        (["/run/onebitd/q/control.sock"], False, "start it with `onebitd --instance q`"),
+        (["/run/user/7/onebitd/q/control.sock"], True, "start it with `onebitd --instance q`"),
+        (
+            ["/run/onebitd/q/control.sock", "/run/user/7/onebitd/q/control.sock"],
+            True,
+            "`systemctl start onebitd@q` if it is a service",
+        ),
+    ],
+)
+def test_no_daemon_names_systemctl_only_where_it_would_help(
+    sockets: list[str], booted: bool, words: str
+) -> None:
+    """Not without systemd, and not for a directory that no service has."""
+    found = [client.Instance("q", name, "stopped") for name in sockets]
+    text = client._no_daemon("q", found, None, booted=booted)
+    assert words in text
+    assert ("systemctl" in text) is ("systemctl" in words)
+
+
 def test_choose_socket_stopped_instance_names_the_next_step(short_tmp: Path) -> None:
-    """No daemon: how to start that very instance."""
+    """No daemon: how to start that very instance, which is a user's."""
     (short_tmp / "onebitd" / "qwen-test").mkdir(parents=True)
     environ = {"XDG_RUNTIME_DIR": str(short_tmp)}
-    with pytest.raises(client.NoDaemon, match="`systemctl start onebitd@qwen-test`"):
+    with pytest.raises(client.NoDaemon, match="`onebitd --instance qwen-test`"):
         client.choose_socket("qwen-test", environ, os.geteuid())
 
 
