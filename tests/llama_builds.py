@@ -81,6 +81,14 @@ class LlamaBuild:
     state_version: int
     extra_args: tuple[str, ...] = CPU_ONLY
 
+    @property
+    def provider_env(self) -> dict[str, str]:
+        """The environment in which onebit-prefill-llama runs this build, with one thread."""
+        return {
+            "ONEBIT_PREFILL_LLAMA_SERVER": os.fspath(self.program),
+            "ONEBIT_PREFILL_LLAMA_ARGS": " ".join((*self.extra_args, "-t", "1")),
+        }
+
     def require(self) -> None:
         """Skip (under CI fail) the calling test unless this build is installed."""
         _require(self.program, f"llama-server build {self.name}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.rig import Prepared, prepare
 from tests.llama_builds import BUILDS, MODELS, LlamaBuild, LlamaModel, short_temporary_directory
 
 
@@ -48,3 +50,29 @@ def short_path() -> Iterator[Path]:
     """A temporary directory short enough for Unix sockets below it."""
     with short_temporary_directory() as path:
         yield path
+
+
+@pytest.fixture(scope="session")
+def reference_provider(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference provider of this checkout, whatever is installed."""
+    path = tmp_path_factory.mktemp("provider") / "onebit-prefill-llama"
+    path.write_text(
+        f"#!{sys.executable}\n"
+        "import sys\nfrom onebitd.prefill_llama import main\nsys.exit(main())\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="session")
+def parts() -> tuple[LlamaBuild, LlamaModel]:
+    """The build and the model of the fault tests."""
+    BUILDS[0].require()
+    MODELS[0].require()
+    return BUILDS[0], MODELS[0]
+
+
+@pytest.fixture(scope="session")
+def prepared(parts: tuple[LlamaBuild, LlamaModel]) -> Prepared:
+    """Cold replies and good state files, made by the decoder alone."""
+    return prepare(*parts)

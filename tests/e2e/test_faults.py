@@ -32,7 +32,6 @@ from tests.e2e.rig import (
     Rig,
     group_is_gone,
     kill,
-    prepare,
     running_rig,
     stalled_client,
     tiny_state_of,
@@ -42,20 +41,6 @@ from tests.harness import HttpReply, is_alive, wait_until
 from tests.llama_builds import BUILDS, MODELS, LlamaBuild, LlamaModel
 
 BUILD, MODEL = BUILDS[0], MODELS[0]
-
-
-@pytest.fixture(scope="module")
-def parts() -> tuple[LlamaBuild, LlamaModel]:
-    """The build and the model of this file."""
-    BUILD.require()
-    MODEL.require()
-    return BUILD, MODEL
-
-
-@pytest.fixture(scope="module")
-def prepared(parts: tuple[LlamaBuild, LlamaModel]) -> Prepared:
-    """Cold replies and good state files, made by the decoder alone."""
-    return prepare(*parts)
 
 
 @pytest.fixture(scope="module")

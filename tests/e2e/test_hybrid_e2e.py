@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,26 +29,6 @@ CHAT = [
 """A chat whose greedy reply is decided: the models copy what stands above."""
 
 GREEDY = {"temperature": 0, "seed": 1, "max_tokens": 12}
-
-
-def provider_env(build: LlamaBuild) -> dict[str, str]:
-    """Return the environment in which onebit-prefill-llama runs this build."""
-    return {
-        "ONEBIT_PREFILL_LLAMA_SERVER": str(build.program),
-        "ONEBIT_PREFILL_LLAMA_ARGS": " ".join((*build.extra_args, "-t", "1")),
-    }
-
-
-@pytest.fixture(scope="module")
-def reference_provider(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reference provider of this checkout, whatever is installed."""
-    path = tmp_path_factory.mktemp("provider") / "onebit-prefill-llama"
-    path.write_text(
-        f"#!{sys.executable}\n"
-        "import sys\nfrom onebitd.prefill_llama import main\nsys.exit(main())\n"
-    )
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture(
@@ -83,7 +62,7 @@ def daemon(
         llama_server=build.program,
         provider=reference_provider,
         backend_args=["-c", "2048", "-t", "1", *build.extra_args],
-        env=provider_env(build),
+        env=build.provider_env,
     ) as running:
         yield running
 
@@ -195,7 +174,7 @@ def test_handoff_sliding_window_without_swa_full_ends_wasted(
         llama_server=llama_build.program,
         provider=reference_provider,
         backend_args=["-c", "2048", "-t", "1", "--no-swa-full", *llama_build.extra_args],
-        env=provider_env(llama_build),
+        env=llama_build.provider_env,
     ) as daemon:
         reply = daemon.completion(RHYME, max_tokens=GREEDY["max_tokens"])
         assert reply.text == expected.text

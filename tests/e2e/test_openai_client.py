@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -13,18 +13,14 @@ from tests.llama_builds import BUILDS, DAYS, MODELS
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+def daemon(
+    tmp_path_factory: pytest.TempPathFactory, reference_provider: Path
+) -> Iterator[RunningDaemon]:
     """One daemon with the reference provider, an API key, and a small body limit."""
     build = next((build for build in BUILDS if build.program.exists()), BUILDS[0])
     build.require()
     MODELS[0].require()
     home = tmp_path_factory.mktemp("openai")
-    provider = home / "onebit-prefill-llama"
-    provider.write_text(
-        f"#!{sys.executable}\n"
-        "import sys\nfrom onebitd.prefill_llama import main\nsys.exit(main())\n"
-    )
-    provider.chmod(0o755)
     keys = home / "keys"
     keys.write_text("# for the test\nsk-test\n")
     keys.chmod(0o600)
@@ -33,13 +29,10 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
         "smol",
         model=MODELS[0].path,
         llama_server=build.program,
-        provider=provider,
+        provider=reference_provider,
         backend_args=["-c", "2048", "-t", "1", *build.extra_args],
         config=f'[http]\napi_key_file = "{keys}"\nmax_body_mib = 1\n',
-        env={
-            "ONEBIT_PREFILL_LLAMA_SERVER": str(build.program),
-            "ONEBIT_PREFILL_LLAMA_ARGS": " ".join((*build.extra_args, "-t", "1")),
-        },
+        env=build.provider_env,
     ) as running:
         yield running
 

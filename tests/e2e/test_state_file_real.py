@@ -661,18 +661,6 @@ DOGS = "A dog sat on the mat, and then the cat lay down beside it in the sun."
 each_build = pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.name)
 
 
-@pytest.fixture(scope="module")
-def reference_provider(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reference provider of this checkout."""
-    path = tmp_path_factory.mktemp("provider") / "onebit-prefill-llama"
-    path.write_text(
-        f"#!{sys.executable}\n"
-        "import sys\nfrom onebitd.prefill_llama import main\nsys.exit(main())\n"
-    )
-    path.chmod(0o755)
-    return path
-
-
 def body_of(text: str, *, chat: bool = False) -> dict[str, Any]:
     """Return a greedy request for a reply of twelve tokens."""
     asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}

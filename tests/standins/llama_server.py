@@ -203,6 +203,7 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         self.body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         self.args = server.knobs()
+        self.last_write = None
         with server.counted:
             server.requests += 1
             server.in_flight += 1
@@ -222,6 +223,10 @@ class Handler(BaseHTTPRequestHandler):
 
     do_POST = do_DELETE = do_PUT = do_GET
 
+    last_write: float | None = None
+    """When the last bytes went out. Taken before they do: this thread may be late afterwards, and
+    the client has then gone on already."""
+
     def record(self, number: int) -> None:
         """Write down what came."""
         self._append(
@@ -239,7 +244,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def record_end(self, number: int) -> None:
         """Write down that the request is done with."""
-        self._append(".end", {"n": number, "end": time.monotonic(), "pid": os.getpid()})
+        end = self.last_write or time.monotonic()
+        self._append(".end", {"n": number, "end": end, "pid": os.getpid()})
 
     def _append(self, suffix: str, document: dict[str, Any]) -> None:
         path = self.args.get("--record")
@@ -257,6 +263,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Access-Control-Allow-Origin", "")
         if status >= 400:
             self.send_header("Connection", "close")
+        self.last_write = time.monotonic()
         self.end_headers()
         self.wfile.write(data)
         self.wfile.flush()
@@ -656,6 +663,7 @@ class Generation:
         self._chunk(f"data: {data}\n\n".encode())
 
     def _chunk(self, data: bytes) -> None:
+        self._handler.last_write = time.monotonic()
         self._handler.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
         self._handler.wfile.flush()
 
