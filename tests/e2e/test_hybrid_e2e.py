@@ -199,3 +199,43 @@ def test_prefill_decoder_alone_is_fallback_free_when_device_is_cpu(
         record = daemon.last_handoff()
         assert (record["outcome"], record["reason"]) == ("skipped", "policy")
         assert record["evaluated_tokens"] == record["prompt_tokens"] > 1
+
+
+BOS_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<start_of_turn>{{ message['role'] }}\n"
+    "{{ message['content'] }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+"""As Gemma's own: the template writes a BOS, and the tokenizer adds one."""
+
+
+def test_template_with_its_own_bos_hands_over_the_decoders_ids(
+    llama_build: LlamaBuild, reference_provider: Path, tmp_path: Path
+) -> None:
+    """BOS is there once, not twice: the decoder finds every handed id, and counts as many."""
+    model = next(model for model in MODELS if model.swa)
+    model.require()
+    template = tmp_path / "bos.jinja"
+    template.write_text(BOS_TEMPLATE)
+    body = {"messages": [{"role": "user", "content": DAYS}], **GREEDY}
+    with running_llama(llama_build, model, "--chat-template-file", str(template)) as direct:
+        expected = cold(direct, "/v1/chat/completions", body)
+        prompt = direct.post("/apply-template", body)["prompt"]
+        ids = direct.tokenize(prompt)
+    bos = 2
+    assert ids[:2].count(bos) == 1
+    with running_onebitd(
+        model=model.path,
+        llama_server=llama_build.program,
+        provider=reference_provider,
+        backend_args=[
+            *("-c", "2048", "-t", "1", "--chat-template-file", str(template)),
+            *llama_build.extra_args,
+        ],
+        env=llama_build.provider_env,
+    ) as daemon:
+        reply = daemon.request("POST", "/v1/chat/completions", body)
+        record = daemon.last_handoff()
+        assert (record["outcome"], record["evaluated_tokens"]) == ("used", 1), record
+        assert record["prompt_tokens"] == len(ids) == expected.json["usage"]["prompt_tokens"]
+        assert reply.text == expected.text
