@@ -146,7 +146,6 @@ class Supervisor:
         self._kill_counts = True
         self._load_started = 0.0
         self._last_load_s: float | None = None
-        self._ready_at = 0.0
         self.state = BackendState.STOPPED
         self.state_since = time.monotonic()
         self.facts: BackendFacts | None = None
@@ -308,8 +307,7 @@ class Supervisor:
             self.kill(f"not usable after its start: {error}")
             return
         self.facts = facts
-        self._ready_at = time.monotonic()
-        self._last_load_s = self._ready_at - self._load_started
+        self._last_load_s = time.monotonic() - self._load_started
         self._move(BackendEvent.READY)
         log.info(
             "backend_ready",
@@ -437,15 +435,15 @@ class Supervisor:
             while self.facts is not None and self.facts.generation == generation:
                 changed = self._changed
                 await changed.wait()
-        if not self._launch.socket_path.exists():
-            self.kill("its socket was removed")
         if self.facts is not None and self.facts.generation == generation:
-            raise RequestError(
-                502,
-                "the decoder hung up on this request",
-                kind="server_error",
-                reason=Reason.BACKEND_DOWN,
-            )
+            if self._launch.socket_path.exists():
+                raise RequestError(
+                    502,
+                    "the decoder hung up on this request",
+                    kind="server_error",
+                    reason=Reason.BACKEND_DOWN,
+                )
+            self.kill("its socket was removed")
         return await self.wait_ready()
 
     def expected_ready_s(self) -> float | None:

@@ -65,7 +65,7 @@ class Client:
         self._send = send
         self._sending = trio.Lock()
         self._head_sent = False
-        self._open_stream = False  # a 200 event stream has begun, with no event in it yet
+        self._open_stream = False  # a 200 event stream has begun and not ended: errors are events
         self._spoken = False  # something that matters was sent: no more comments
         self._watching: trio.CancelScope | None = None
         self.keepalive_s = 0.0

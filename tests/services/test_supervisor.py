@@ -199,6 +199,33 @@ async def test_supervisor_decoder_that_crashes_is_restarted(place: Home) -> None
         assert (await crash(supervisor)).generation == 2
 
 
+async def test_wait_restarted_while_the_new_one_loads_leaves_it_alone(place: Home) -> None:
+    """A new decoder has no socket yet; that is no reason to kill it."""
+    supervisor = place.supervisor()
+    async with running(supervisor) as first:
+        supervisor.kill("a test")
+        with trio.fail_after(30):
+            while supervisor.state is not BackendState.LOADING:
+                await trio.sleep(0.001)
+            assert not place.socket.exists()
+            second = await supervisor.wait_restarted(first.generation)
+        assert (second.generation, supervisor.restarts) == (1, 1)
+
+
+async def test_wait_restarted_socket_removed_under_a_living_decoder_replaces_it(
+    place: Home,
+) -> None:
+    """Nobody can reach it any more, so it is no use that it lives."""
+    supervisor = place.supervisor()
+    async with running(supervisor) as first:
+        place.socket.unlink()
+        with trio.fail_after(30):
+            second = await supervisor.wait_restarted(first.generation)
+        assert second.generation == 1
+        assert supervisor.last_exit is not None
+        assert supervisor.last_exit.reason.startswith("its socket was removed")
+
+
 async def test_supervisor_state_is_backoff_between_decoders(place: Home) -> None:
     """A pause before each restart; requests that wait are not refused during it."""
     states: list[BackendState] = []
