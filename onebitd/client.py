@@ -26,6 +26,9 @@ from onebitd.core.http1 import FramingError, body_reader
 TIMEOUT_S: Final = 5.0
 """How long a connect or a read may take without progress."""
 
+RELOAD_TIMEOUT_S: Final = 100.0
+"""The same for a reload, which may wait for the device lock, and for a reload before it."""
+
 _PROBE_TIMEOUT_S: Final = 1.0
 _READ_BYTES: Final = 1 << 16
 _HEAD_BYTES: Final = 1 << 16
@@ -60,6 +63,14 @@ class BadAnswer(ClientError):
     """The answer is an error, or nothing that a control socket says."""
 
 
+class Refused(BadAnswer):
+    """The daemon did not do what it was asked; `problems` has a line for each reason it gave."""
+
+    def __init__(self, message: str, problems: Sequence[str]) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
 class ControlClient:
     """Asks one daemon; every call opens a connection of its own and closes it.
 
@@ -79,6 +90,15 @@ class ControlClient:
     def config(self) -> dict[str, Any]:
         """Return `/v1/config`: `{key: {"value", "source"}}`."""
         return self._object("/v1/config")
+
+    def reload(self) -> dict[str, Any]:
+        """Have the configuration read again; return `{"changed", "needs_restart", "warnings"}`.
+
+        Raises:
+            Refused: the configuration is bad and nothing has changed.
+        """
+        client = ControlClient(self._path, timeout_s=max(self._timeout_s, RELOAD_TIMEOUT_S))
+        return client._object("/v1/reload", "POST")
 
     def handoffs(
         self, limit: int, *, outcome: str | None = None, since: str | None = None
@@ -101,18 +121,18 @@ class ControlClient:
             while line := self._line(answer):
                 yield self._parse(line)
 
-    def _object(self, target: str) -> dict[str, Any]:
-        with self._ask(target) as answer, self._translated():
+    def _object(self, target: str, method: str = "GET") -> dict[str, Any]:
+        with self._ask(target, method) as answer, self._translated():
             body = answer.read()
         return self._parse(body)
 
     @contextlib.contextmanager
-    def _ask(self, target: str) -> Iterator[_Answer]:
+    def _ask(self, target: str, method: str = "GET") -> Iterator[_Answer]:
         with self._translated():
             connection = _connect(self._path, self._timeout_s)
         with contextlib.closing(connection):
             with self._translated():
-                answer = _Answer(connection, target)
+                answer = _Answer(connection, target, method)
             if answer.status != 200:
                 raise self._refused(answer)
             yield answer
@@ -157,27 +177,32 @@ class ControlClient:
     def _refused(self, answer: _Answer) -> BadAnswer:
         with self._translated():
             body = answer.read()
-        try:
-            message = json.loads(body)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = answer.reason
-        return BadAnswer(f"onebitd on {self._path} answered {answer.status}: {message}")
+        error: Mapping[str, Any] = {}
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            error = dict(json.loads(body)["error"])
+        text = f"onebitd on {self._path} answered {answer.status}: "
+        text += str(error.get("message", answer.reason))
+        problems: object = error.get("problems")
+        if isinstance(problems, list):
+            return Refused(text, list(map(str, problems)))
+        return BadAnswer(text)
 
     def _bad(self, why: str) -> BadAnswer:
         return BadAnswer(f"no answer of an onebitd from {self._path}: {why}")
 
 
 class _Answer:
-    """The answer to one GET: its status, and its body as it comes.
+    """The answer to one request without a body: its status, and its own body as it comes.
 
     Written by hand because http.client alone takes as long to import as all the rest of
     `onebitctl` (it brings ssl and email), and a command line must feel instant.
     """
 
-    def __init__(self, connection: socket.socket, target: str) -> None:
+    def __init__(self, connection: socket.socket, target: str, method: str) -> None:
         self._connection = connection
         self._held = bytearray()
-        request = f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        first = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        request = first + ("\r\n" if method == "GET" else "Content-Length: 0\r\n\r\n")
         connection.sendall(request.encode("ascii"))
         while (end := self._held.find(b"\r\n\r\n")) < 0:
             if len(self._held) > _HEAD_BYTES:
@@ -198,7 +223,7 @@ class _Answer:
             (name.lower().encode("latin-1"), value.strip().encode("latin-1"))
             for name, _, value in fields
         ]
-        self._reader = body_reader(b"GET", self.status, headers)
+        self._reader = body_reader(method.encode("ascii"), self.status, headers)
         self._held = bytearray(self._reader.feed(rest))
 
     def wait_for_ever(self) -> None:
@@ -280,6 +305,10 @@ def choose_socket(name: str | None, environ: Mapping[str, str], uid: int) -> str
             roots = list(dict.fromkeys([given, *roots]))
     found = find_instances(roots, name)
     running = [instance for instance in found if instance.state == "running"]
+    if name is not None and environ.get("RUNTIME_DIRECTORY"):
+        # A program of a service asks that service, whatever else has its name on this machine.
+        own = str(paths.runtime_dir(name, environ, uid) / paths.CONTROL_SOCKET)
+        running = [one for one in running if one.socket == own] or running
     if len(running) == 1:
         return running[0].socket
     if running:

@@ -369,11 +369,27 @@ def server_command(options: Options, program: str, paths: Paths, ctx_size: int) 
     return [*command, *options.llama_args]
 
 
+def death_signal_prefix() -> list[str]:
+    """Return setpriv's words for a parent-death signal; none where it is missing or refused.
+
+    setpriv(1) sets its capabilities whatever it is asked for, which a service's system call filter
+    may not allow (measured, util-linux 2.38).
+    """
+    try:
+        words = [find_program("setpriv"), "--pdeathsig", "KILL", "--"]
+        done = subprocess.run(
+            [*words, "/bin/true"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+    except (PrefillError, OSError):
+        return []
+    return words if done.returncode == 0 else []
+
+
 class Server:
     """A private llama-server: started by the constructor, ended by `kill`, in our process group.
 
-    It dies with this program: by setpriv's parent-death signal, or where there is no setpriv by
-    a watching shell that sees its standard input end.
+    It dies with this program: by setpriv's parent-death signal, or where that cannot be had by a
+    watching shell that sees its standard input end.
     """
 
     def __init__(self, command: Sequence[str], socket_path: str) -> None:
@@ -381,10 +397,7 @@ class Server:
         self._tail = b""
         self._watcher: subprocess.Popen[bytes] | None = None
         env = {key: value for key, value in os.environ.items() if key != "LLAMA_API_KEY"}
-        try:
-            prefix = [find_program("setpriv"), "--pdeathsig", "KILL", "--"]
-        except PrefillError:
-            prefix = []
+        prefix = death_signal_prefix()
         try:
             if not prefix:
                 self._watcher = subprocess.Popen(["/bin/sh", "-c", WATCHER], stdin=subprocess.PIPE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
 import json
 import os
@@ -245,6 +246,37 @@ def clean_environ(runtime: Path, **more: str) -> dict[str, str]:
     }
 
 
+_SOCKET_LAUNCHER = """
+import os, sys
+count = int(sys.argv[1])
+for index, fd in enumerate(map(int, sys.argv[2 : 2 + count])):
+    os.dup2(fd, 3 + index)
+os.environ["LISTEN_PID"] = str(os.getpid())
+os.execv(sys.argv[2 + count], sys.argv[2 + count :])
+"""
+
+
+@contextlib.contextmanager
+def with_sockets(
+    argv: Sequence[str], passed: Mapping[str, socket.socket]
+) -> Iterator[tuple[list[str], dict[str, str], list[int]]]:
+    """Yield a command line that runs `argv` with sockets from descriptor 3 on, as systemd does.
+
+    Beside it what goes into its environment, and the descriptors that it must inherit.
+    """
+    with contextlib.ExitStack() as stack:
+        high = []
+        for sock in passed.values():
+            high.append(fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD, 100))
+            stack.callback(os.close, high[-1])
+        if not high:
+            yield list(argv), {}, []
+            return
+        env = {"LISTEN_FDS": str(len(high)), "LISTEN_FDNAMES": ":".join(passed)}
+        words = [sys.executable, "-c", _SOCKET_LAUNCHER, str(len(high)), *map(str, high)]
+        yield [*words, *argv], env, high
+
+
 @contextlib.contextmanager
 def running_onebitd(
     *args: str,
@@ -256,6 +288,7 @@ def running_onebitd(
     env: Mapping[str, str] | None = None,
     wait_ready: bool = True,
     log_level: str = "info",
+    passed: Mapping[str, socket.socket] | None = None,
 ) -> Iterator[RunningDaemon]:
     """Run onebitd on a free port with a lock file of its own, and check what it leaves.
 
@@ -264,6 +297,8 @@ def running_onebitd(
         config: more TOML; it must not hold [log] or [lock] path.
         wait_ready: wait until the decoder answers.
         log_level: of its JSON log.
+        passed: listening sockets by FileDescriptorName=, as systemd would pass them; they stay
+            the caller's.
 
     At the end it is stopped with SIGTERM (unless it has ended, or the test killed it), and none
     of its processes, state files or sockets may be left.
@@ -283,14 +318,15 @@ def running_onebitd(
             argv += ["--prefill-provider", str(provider)]
         argv += ["--", *backend_args]
         log_path = home / "log"
-        with log_path.open("wb") as log_file:
+        with log_path.open("wb") as log_file, with_sockets(argv, passed or {}) as start:
             process = subprocess.Popen(
-                argv,
+                start[0],
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
-                env=clean_environ(runtime, **(env or {})),
+                env=clean_environ(runtime, **(env or {}), **start[1]),
                 cwd="/",
+                pass_fds=start[2],
             )
         daemon = RunningDaemon(process, runtime, log_path)
         seen: list[int] = []

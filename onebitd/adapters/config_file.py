@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final
 
 from onebitd.adapters import lock_probe
 from onebitd.core import gguf_header
-from onebitd.core.config import Config
+from onebitd.core.config import SETTINGS, Config
 from onebitd.core.errors import ConfigError
 
 MAX_FILE_BYTES: Final = 1 << 20
@@ -23,6 +23,8 @@ MAX_FILE_BYTES: Final = 1 << 20
 SYSTEM_DIRECTORY: Final = Path("/etc/onebitd")
 
 _GGUF_MAGIC: Final = b"GGUF"
+_ONLY_HANDOFFS_NEED: Final = ("provider.", "lock.")
+"""Keys whose faults are worth a warning, but keep nobody from serving."""
 
 
 class ConfigFileMissing(ConfigError):
@@ -96,6 +98,35 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     if not keys:
         raise ConfigError([f"{path}: holds no API key; write one key a line into it"])
     return keys
+
+
+def credentials(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return name and path of each systemd credential that a setting can come from.
+
+    One that is there and cannot be looked at counts too: whoever reads it says why, and API keys
+    that an operator passed are never silently left out.
+
+    Args:
+        environ: for CREDENTIALS_DIRECTORY (systemd.exec(5)); a relative one is ignored.
+    """
+    directory = Path(environ.get("CREDENTIALS_DIRECTORY", ""))
+    found: dict[str, str] = {}
+    if not directory.is_absolute():
+        return found
+    for name in filter(None, (setting.credential for setting in SETTINGS)):
+        try:
+            os.lstat(directory / name)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            pass
+        found[name] = str(directory / name)
+    return found
+
+
+def is_fatal(fault: str) -> bool:
+    """Tell whether a line of `check_files` keeps the daemon from serving; others are warnings."""
+    return not fault.startswith(_ONLY_HANDOFFS_NEED)
 
 
 def check_files(config: Config, environ: Mapping[str, str] | None = None) -> list[str]:

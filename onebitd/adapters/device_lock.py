@@ -9,7 +9,8 @@ How the others use the file, and so how this one must (read in their sources):
   `NAME pid=N start=2026-01-31T12:00:00Z` into it, and empty it at exit if `NAME pid=N ` is there.
 
 So onebitd flocks, writes such a line, and leaves the file empty; it also waits for a declared
-owner that lives, and does so without the flock: the engine that the owner runs needs it.
+owner that lives, and does so without the flock: the engine that the owner runs needs it. What is no
+such line is left as it is: a lock.path that names somebody's file by mistake must not empty it.
 """
 
 from __future__ import annotations
@@ -129,6 +130,44 @@ class DeviceLock:
         """
         return self._fd is not None and self._is_at_path(self._fd)
 
+    def clear_stale(self) -> str | None:
+        """Empty a file that holds the line of a process which is gone, if nobody holds the lock.
+
+        For the start: a declaration left by a crash says who has the device, and nobody has. Never
+        waits, creates nothing, and leaves the line of a living process and any other text alone.
+
+        Returns:
+            The line that was cleared, None when nothing was.
+        """
+        if self._fd is not None:
+            return None
+        try:
+            fd = os.open(self.path, os.O_RDWR | lock_probe.OPEN_FLAGS)
+        except OSError:
+            return None  # whoever takes the lock says what is wrong with the file
+        try:
+            info = os.fstat(fd)
+            # Looked at first: even a moment's flock could fail somebody else's attempt.
+            if not _is_plain(info) or self._stale_line(fd) is None:
+                return None
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            line = self._stale_line(fd)
+            if line is None or not self._is_at_path(fd):
+                return None
+            os.ftruncate(fd, 0)
+        except OSError:
+            return None
+        else:
+            return line
+        finally:
+            os.close(fd)
+
+    def _stale_line(self, fd: int) -> str | None:
+        """Return the owner line if its process is gone; our own number was an earlier process's."""
+        line = lock_probe.read_owner_line(fd)
+        owner = lock_probe.parse_owner_line(line)
+        return line if owner is not None and not self._is_declared(fd) else None
+
     async def _wait_turn(self, deadline: float, timeout_s: float) -> None:
         try:
             self._turn.acquire_nowait()
@@ -169,7 +208,7 @@ class DeviceLock:
         except OSError as exc:
             raise HandoffError(Reason.LOCK_UNUSABLE, self._why_unusable(exc)) from exc
         info = os.fstat(fd)
-        if stat.S_ISREG(info.st_mode) and info.st_nlink <= 1:
+        if _is_plain(info):
             return fd, writable
         os.close(fd)
         what = (
@@ -238,9 +277,10 @@ class DeviceLock:
             return
         start = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         line = f"{self._owner_prefix()}start={start}\n"
-        with contextlib.suppress(
-            OSError
-        ):  # a full /tmp: the lock is the flock, the line a courtesy
+        # A full /tmp: the lock is the flock, the line a courtesy.
+        with contextlib.suppress(OSError):
+            if not _holds_only_a_line(fd):
+                return
             os.ftruncate(fd, 0)
             os.pwrite(fd, line.encode(), 0)
 
@@ -249,8 +289,7 @@ class DeviceLock:
         if not self._writable:
             return
         with contextlib.suppress(OSError):
-            line = lock_probe.read_owner_line(fd)
-            if not line or line.startswith(self._owner_prefix()):
+            if lock_probe.read_owner_line(fd).startswith(self._owner_prefix()):
                 os.ftruncate(fd, 0)
 
     def _owner_prefix(self) -> str:
@@ -274,6 +313,18 @@ class DeviceLock:
         else:
             what = _WHY.get(exc.errno or 0, f"cannot be used: {os.strerror(exc.errno or 0)}")
         return f"the device lock {self.path} {what}"
+
+
+def _is_plain(info: os.stat_result) -> bool:
+    return stat.S_ISREG(info.st_mode) and info.st_nlink <= 1
+
+
+def _holds_only_a_line(fd: int) -> bool:
+    """Tell an owner line, or nothing but blanks (a crash can leave NULs), from somebody's text."""
+    if lock_probe.parse_owner_line(lock_probe.read_owner_line(fd)) is not None:
+        return True
+    text = os.pread(fd, lock_probe.OWNER_LINE_BYTES + 1, 0)
+    return len(text) <= lock_probe.OWNER_LINE_BYTES and not text.strip(b"\0 \t\r\n")
 
 
 _WHY = {

@@ -158,6 +158,7 @@ class HttpServer:
         self._listeners = listeners
         self._context = WorkerContext(None)
         self._connections: set[Connection] = set()
+        self._accepting = trio.CancelScope()
         config = Config()
         config.keep_alive_timeout = keep_alive_s
         config.keep_alive_max_requests = 1_000_000
@@ -180,7 +181,9 @@ class HttpServer:
         async with trio.open_nursery() as nursery:
             connections = await nursery.start(self._hold_connections)
             try:
-                await self._accept(connections, task_status)
+                with self._accepting:
+                    await self._accept(connections, task_status)
+                await trio.sleep_forever()  # stop_accepting: the replies go on
             finally:
                 await self._context.terminated.set()  # idle keep-alive connections close
                 with trio.CancelScope(shield=True):
@@ -190,6 +193,13 @@ class HttpServer:
                     for connection in tuple(self._connections):
                         connection.abort()
                 connections.cancel_scope.cancel()
+
+    def stop_accepting(self) -> None:
+        """Close the listeners and go on with the connections that there are.
+
+        Whoever connects to a socket that a service manager holds as well waits in its backlog.
+        """
+        self._accepting.cancel()
 
     @staticmethod
     async def _hold_connections(*, task_status: trio.TaskStatus[trio.Nursery]) -> None:

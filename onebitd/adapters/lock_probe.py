@@ -218,12 +218,41 @@ def _shape_problem(info: os.stat_result) -> str | None:
 
 
 def _foreign_problem(name: str, info: os.stat_result) -> str | None:
+    """Say who could take the lock from under its holder, or cannot take it at all.
+
+    Root may do as it likes, and so may this user; the file can be used all the same.
+    """
+    parent = os.path.dirname(os.path.abspath(name))
+    directory = os.stat(parent)
+    trusted = (0, os.geteuid())
+    risk = "and then two would hold the lock"
+    if directory.st_uid not in trusted:
+        return (
+            f"its directory {parent} belongs to {_user_name(directory.st_uid)}, who can replace it,"
+            f" {risk}: set lock.path to a file in a directory of root's"
+        )
+    if directory.st_mode & stat.S_IWOTH and not directory.st_mode & stat.S_ISVTX:
+        return (
+            f"its directory {parent} lets everybody replace it, {risk}: chmod +t {parent},"
+            " or set lock.path"
+        )
+    if not directory.st_mode & stat.S_ISVTX:
+        return None
+    protected = _protected_problem(info, directory)
+    if protected is None and info.st_uid not in trusted:
+        return (
+            f"it belongs to {_user_name(info.st_uid)}, who can remove it, {risk}:"
+            " make root its owner (tmpfiles.d)"
+        )
+    return protected
+
+
+def _protected_problem(info: os.stat_result, directory: os.stat_result) -> str | None:
     """Say when fs.protected_regular keeps other users' engines, which open with O_CREAT, out.
 
     The kernel's exception is "the file's owner owns the directory", so root's file in /tmp is fine.
     """
-    directory = os.stat(os.path.dirname(os.path.abspath(name)))
-    if not directory.st_mode & stat.S_ISVTX or info.st_uid == directory.st_uid:
+    if info.st_uid == directory.st_uid:
         return None
     try:
         with open("/proc/sys/fs/protected_regular", "rb") as file:

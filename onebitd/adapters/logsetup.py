@@ -85,14 +85,16 @@ def configure(
 
     Raises:
         ConfigError: an unknown word.
+        OSError: no socket for the journal. After either of them nothing has changed.
     """
     if format not in FORMATS:
         raise ConfigError([f"log.format: {format!r} is none of {', '.join(FORMATS)}"])
     stream = sys.stderr if stream is None else stream
     environ = os.environ if environ is None else environ
+    sink = _make_sink(format, stream, environ, journal_socket)
     set_level(level)
     shutdown()
-    _State.sink = _make_sink(format, stream, environ, journal_socket)
+    _State.sink = sink
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, _pack],
         wrapper_class=FilteredLogger,

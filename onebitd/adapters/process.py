@@ -15,7 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +27,10 @@ _GUARD_PROGRAM: Final = Path(__file__).with_name("group_guard.py")
 _MAX_LINE_BYTES: Final = 8 * 1024
 """A longer line is cut there; the rest of it is dropped."""
 _READ_BYTES: Final = 64 * 1024
+_LINES_A_TURN: Final = 200
+"""Others get their turn after so many lines: a read may hold 32000 of them, 50 ms of the loop."""
+_OOM_SCORE_ADJ: Final = "/proc/self/oom_score_adj"
+_SETPRIV_TIMEOUT_S: Final = 10.0
 _GONE_FIRST_POLL_S: Final = 0.005
 _GONE_LAST_POLL_S: Final = 0.5
 
@@ -39,9 +43,14 @@ class Guard:
     """The daemon's end of the guard process; see group_guard.
 
     One for the daemon's life. `close()` ends it; groups still listed are killed by it.
+
+    Attributes:
+        death_signal: words in front of a command line with which the program gets a parent-death
+            signal; none where that cannot be had.
     """
 
     def __init__(self) -> None:
+        self.death_signal: Final = _death_signal_prefix()
         read_end, self._write_end = os.pipe2(os.O_CLOEXEC)
         try:
             self._process = subprocess.Popen(
@@ -73,6 +82,31 @@ class Guard:
         """End the guard and reap it."""
         os.close(self._write_end)
         self._process.wait()
+
+
+def _death_signal_prefix() -> list[str]:
+    """Return setpriv's words for a parent-death signal if it works here, else none.
+
+    setpriv(1) sets its capabilities whatever it is asked for (measured, util-linux 2.38), and a
+    system call filter without capset(2), such as the unit's, refuses that. The guard, and the
+    service manager, then end the children without it.
+    """
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        return []
+    words = [setpriv, "--pdeathsig", "KILL", "--"]
+    try:
+        done = subprocess.run(
+            [*words, sys.executable, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_SETPRIV_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return words if done.returncode == 0 else []
 
 
 def find_program(name: str, path: str | None = None) -> str:
@@ -212,6 +246,7 @@ def spawn(
     merge_output: bool = False,
     pass_fds: Sequence[int] = (),
     cwd: str = "/",
+    oom_score_adj: int | None = None,
 ) -> Child:
     """Start a program; must be called on the trio thread (see the module's docstring).
 
@@ -222,57 +257,128 @@ def spawn(
         merge_output: standard error goes into the same pipe as standard output.
         pass_fds: descriptors it inherits; nothing else is inherited.
         cwd: its working directory.
+        oom_score_adj: at least this much does the kernel add to its badness when memory runs out,
+            in thousandths of all memory (proc_pid_oom_score_adj(5)); more, where we have more.
 
     Raises:
         SpawnError: the program cannot be started.
     """
     find_program(argv[0])  # setpriv's own way of saying it is an exit status
-    setpriv = shutil.which("setpriv")
-    prefix = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
     try:
-        popen = subprocess.Popen(
-            [*prefix, *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if merge_output else subprocess.PIPE,
-            env=dict(env),
-            cwd=cwd,
-            start_new_session=True,
-            umask=0o077,
-            pass_fds=pass_fds,
-        )
+        with _likelier_victim(oom_score_adj):
+            popen = subprocess.Popen(
+                [*guard.death_signal, *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT if merge_output else subprocess.PIPE,
+                env=dict(env),
+                cwd=cwd,
+                start_new_session=True,
+                umask=0o077,
+                pass_fds=pass_fds,
+            )
     except OSError as error:
         reason = os.strerror(error.errno or errno.EIO)
         raise SpawnError(f"program {argv[0]} cannot be started: {reason}") from error
     return Child(popen, guard)
 
 
+@contextlib.contextmanager
+def _likelier_victim(oom_score_adj: int | None) -> Iterator[None]:
+    """Let what is started inside inherit at least this oom_score_adj.
+
+    Written to the child itself it came too late for what a script had forked by then (measured).
+    So it is ours for these milliseconds; raising takes no privilege, and neither does going back:
+    the kernel's floor is what was last set with privilege. A /proc that is not there or is
+    read-only is no reason not to start anything.
+    """
+    before = None if oom_score_adj is None else _read_oom_score_adj()
+    if before is None or oom_score_adj is None or before >= oom_score_adj:
+        yield
+        return
+    _write_oom_score_adj(oom_score_adj)
+    try:
+        yield
+    finally:
+        _write_oom_score_adj(before)
+
+
+def _read_oom_score_adj() -> int | None:
+    try:
+        with open(_OOM_SCORE_ADJ, "rb") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return None
+
+
+def _write_oom_score_adj(value: int) -> None:
+    with contextlib.suppress(OSError), open(_OOM_SCORE_ADJ, "wb") as file:
+        file.write(b"%d" % value)
+
+
 async def pump_lines(stream: trio.abc.ReceiveStream, on_line: Callable[[bytes], None]) -> None:
-    """Hand each line to `on_line` until the pipe ends; memory stays bounded; closes the stream."""
-    held = bytearray()
-    overlong = False
+    """Hand each line to `on_line` until the pipe ends; memory stays bounded; closes the stream.
+
+    However fast a child writes, other tasks get their turn: after each read, and within one. A
+    cancel comes between two reads, and what is in the pipe by then is still handed over: a child's
+    last words are what a reason is made of, however late this loop gets to them.
+    """
+    lines = _Lines()
     async with stream:
-        while True:
-            try:
-                data = await stream.receive_some(_READ_BYTES)
-            except (OSError, trio.BrokenResourceError):
-                data = b""
-            if not data:
-                break
-            held += data
-            *lines, rest = held.split(b"\n")
-            for line in lines:
-                if not overlong:
-                    on_line(bytes(line[:_MAX_LINE_BYTES]).rstrip(b"\r"))
-                overlong = False
-            held = bytearray(rest)
-            if len(held) > _MAX_LINE_BYTES:
-                if not overlong:
-                    on_line(bytes(held[:_MAX_LINE_BYTES]))
-                overlong = True
-                held.clear()
-    if held and not overlong:
-        on_line(bytes(held))
+        try:
+            while data := await _receive(stream):
+                ready = lines.feed(data)
+                for start in range(0, len(ready), _LINES_A_TURN):
+                    for line in ready[start : start + _LINES_A_TURN]:
+                        on_line(line)
+                    await trio.lowlevel.cancel_shielded_checkpoint()
+        except trio.Cancelled:
+            for line in [*lines.feed(_read_what_is_there(stream)), *lines.end()]:
+                on_line(line)
+            raise
+    for line in lines.end():
+        on_line(line)
+
+
+async def _receive(stream: trio.abc.ReceiveStream) -> bytes:
+    try:
+        return bytes(await stream.receive_some(_READ_BYTES))
+    except (OSError, trio.BrokenResourceError):
+        return b""
+
+
+def _read_what_is_there(stream: trio.abc.ReceiveStream) -> bytes:
+    """Return what a pipe holds at the moment, at most one pipe full."""
+    if isinstance(stream, trio.lowlevel.FdStream):
+        with contextlib.suppress(OSError, trio.ClosedResourceError):
+            return os.read(stream.fileno(), _READ_BYTES)
+    return b""
+
+
+class _Lines:
+    """Makes lines of pieces: cut to _MAX_LINE_BYTES, without their ends."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._overlong = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that are whole by now, and the head of one that is too long."""
+        *found, self._held = (self._held + data).split(b"\n")
+        if found and self._overlong:
+            del found[0]  # the rest of one whose head came out before
+            self._overlong = False
+        if len(self._held) > _MAX_LINE_BYTES:
+            if not self._overlong:
+                found.append(self._held)
+            self._overlong = True
+            self._held = b""
+        return [line[:_MAX_LINE_BYTES].rstrip(b"\r") for line in found]
+
+    def end(self) -> list[bytes]:
+        """Return the last line, if it had no end."""
+        held, self._held = self._held, b""
+        return [held] if held and not self._overlong else []
 
 
 def describe_exit(returncode: int) -> str:

@@ -22,6 +22,9 @@ _CANCEL_GRACE_S: Final = 0.4
 """When nobody waits for the result any more, less: the slot must be free within a second."""
 _KILL_GRACE_S: Final = 0.5
 _KEPT_LINES: Final = 20
+_OOM_SCORE_ADJ: Final = 400
+"""Above the decoder's: of two that are equally big the provider goes first. Its end costs one
+prompt a fallback; the decoder's costs the running reply and minutes of loading."""
 _PUMP_TAIL_S: Final = 0.2
 """How long output may trail the end of the group: a pipe can outlive it in somebody's hands."""
 
@@ -67,7 +70,7 @@ async def run_provider(
     """
     started = time.monotonic()
     try:
-        child = spawn(argv, env=env, guard=guard)
+        child = spawn(argv, env=env, guard=guard, oom_score_adj=_OOM_SCORE_ADJ)
     except SpawnError as error:
         raise HandoffError(Reason.PROVIDER_EXIT, str(error)) from error
     stdout: deque[bytes] = deque(maxlen=_KEPT_LINES)

@@ -105,7 +105,7 @@ class Config:
     """The effective configuration of one instance.
 
     `sources` says for each key path where its value came from: `flag --port`,
-    `environment ONEBIT_KV_SHARE`, `file` or `default`.
+    `environment ONEBIT_KV_SHARE`, `file`, `credential api-key` or `default`.
     """
 
     instance: str
@@ -142,6 +142,8 @@ class Setting:
         minimum, maximum: inclusive range of a number.
         choices: closed list of a string.
         env: environment variable that beats the file.
+        credential: name of the systemd credential whose file is the value where nothing else is.
+        reload: a reload changes it; else it needs a restart.
         secret_values: the values (not the keys) are hidden by `onebitctl config`.
     """
 
@@ -154,6 +156,8 @@ class Setting:
     maximum: float | None = None
     choices: tuple[str, ...] = ()
     env: str = ""
+    credential: str = ""
+    reload: bool = False
     secret_values: bool = False
 
 
@@ -178,17 +182,40 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         minimum=0,
         maximum=65535,
     ),
-    Setting("http.api_key_file", PurePath, None, "file with one API key a line"),
+    Setting(
+        "http.api_key_file",
+        PurePath,
+        None,
+        "file with one API key a line",
+        credential="api-key",
+        reload=True,
+    ),
     Setting(
         "http.allow_unauthenticated",
         bool,
         False,
         "serve a host that is not loopback without API keys",
+        reload=True,
     ),
-    Setting("http.allowed_hosts", list, [], "host names beyond loopback ones in a Host header"),
-    Setting("http.allowed_origins", list, [], "origins of web pages that may use the API"),
     Setting(
-        "http.max_body_mib", int, 64, "largest request body", unit="MiB", minimum=1, maximum=4096
+        "http.allowed_hosts",
+        list,
+        [],
+        "host names beyond loopback ones in a Host header",
+        reload=True,
+    ),
+    Setting(
+        "http.allowed_origins", list, [], "origins of web pages that may use the API", reload=True
+    ),
+    Setting(
+        "http.max_body_mib",
+        int,
+        64,
+        "largest request body",
+        unit="MiB",
+        minimum=1,
+        maximum=4096,
+        reload=True,
     ),
     Setting(
         "http.max_pending",
@@ -198,6 +225,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         unit="requests",
         minimum=1,
         maximum=100_000,
+        reload=True,
     ),
     Setting(
         "http.keepalive_s",
@@ -207,6 +235,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         unit="seconds",
         minimum=0,
         maximum=3600,
+        reload=True,
     ),
     Setting(
         "http.drain_timeout_s",
@@ -216,6 +245,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         unit="seconds",
         minimum=0,
         maximum=86_400,
+        reload=True,
     ),
     Setting(
         "backend.llama_server",
@@ -227,7 +257,11 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting("backend.device", str, "hybrid", "hybrid, hrx, cpu or a llama-server device name"),
     Setting("backend.args", list, [], "extra llama-server arguments"),
     Setting(
-        "backend.env", dict, {}, "extra environment variables of llama-server", secret_values=True
+        "backend.env",
+        dict,
+        {},
+        "extra environment variables of llama-server",
+        secret_values=True,
     ),
     Setting(
         "backend.load_timeout_s",
@@ -237,6 +271,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         unit="seconds",
         minimum=1,
         maximum=86_400,
+        reload=True,
     ),
     Setting(
         "backend.restart_max",
@@ -246,17 +281,31 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         unit="restarts",
         minimum=0,
         maximum=1000,
+        reload=True,
     ),
-    Setting("provider.program", PurePath, None, "prefill provider", env="ONEBIT_HYBRID_PREFILL"),
+    Setting(
+        "provider.program",
+        PurePath,
+        None,
+        "prefill provider",
+        env="ONEBIT_HYBRID_PREFILL",
+        reload=True,
+    ),
     Setting(
         "provider.elfs",
         PurePath,
         None,
         "directory passed to the provider as --elfs",
         env="ONEBIT_HYBRID_ELFS",
+        reload=True,
     ),
     Setting(
-        "provider.env", dict, {}, "extra environment variables of the provider", secret_values=True
+        "provider.env",
+        dict,
+        {},
+        "extra environment variables of the provider",
+        secret_values=True,
+        reload=True,
     ),
     Setting(
         "provider.timeout_s",
@@ -266,6 +315,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         unit="seconds",
         minimum=0.001,
         maximum=86_400,
+        reload=True,
     ),
     Setting(
         "handoff.policy",
@@ -273,6 +323,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         "auto",
         "which prompts are handed off",
         choices=("auto", "always", "never"),
+        reload=True,
     ),
     Setting(
         "handoff.on_failure",
@@ -280,6 +331,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         "fallback",
         "fallback: the decoder prefills; error: the client gets a 502 with the reason",
         choices=("fallback", "error"),
+        reload=True,
     ),
     Setting(
         "handoff.min_tokens",
@@ -289,8 +341,11 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         unit="tokens",
         minimum=1,
         maximum=2**31 - 1,
+        reload=True,
     ),
-    Setting("handoff.share", bool, False, "use the shared route", env="ONEBIT_KV_SHARE"),
+    Setting(
+        "handoff.share", bool, False, "use the shared route", env="ONEBIT_KV_SHARE", reload=True
+    ),
     Setting(
         "handoff.state_dir",
         PurePath,
@@ -302,6 +357,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         PurePath,
         "/tmp/1bit-npu-device.lock",  # noqa: S108 - the fleet's path
         "NPU device lock",
+        reload=True,
     ),
     Setting(
         "lock.hold",
@@ -309,6 +365,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         "handoff",
         "handoff: taken around each provider run; lifetime: held while the daemon runs",
         choices=("handoff", "lifetime"),
+        reload=True,
     ),
     Setting(
         "lock.wait_s",
@@ -318,6 +375,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         unit="seconds",
         minimum=0,
         maximum=86_400,
+        reload=True,
     ),
     Setting(
         "log.format",
@@ -325,6 +383,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         "auto",
         "how log records are written",
         choices=("auto", "json", "text", "journal"),
+        reload=True,
     ),
     Setting(
         "log.level",
@@ -332,6 +391,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         "info",
         "least level that is logged",
         choices=("debug", "info", "warning", "error"),
+        reload=True,
     ),
 )
 

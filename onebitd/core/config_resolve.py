@@ -37,6 +37,7 @@ def resolve(
     file_name: str = "",
     flags: Mapping[str, tuple[str, Any]] | None = None,
     environ: Mapping[str, str] | None = None,
+    credentials: Mapping[str, str] | None = None,
     extra_problems: Sequence[str] = (),
 ) -> Config:
     """Merge the sources of settings into one checked configuration.
@@ -48,6 +49,7 @@ def resolve(
         file_name: for messages.
         flags: key path to (flag, value), for the flags that were given.
         environ: the process environment.
+        credentials: name to path, of the systemd credentials that are there.
         extra_problems: faults found by others, reported along with ours.
 
     Raises:
@@ -58,7 +60,7 @@ def resolve(
     sources: dict[str, str] = {}
     in_file = _flatten(file or {}, file_name, problems)
     for setting in SETTINGS:
-        value, source = _pick(setting, in_file, flags or {}, environ or {})
+        value, source = _pick(setting, in_file, flags or {}, environ or {}, credentials or {})
         where = (
             f"{file_name}: {setting.key}"
             if source == "file"
@@ -84,6 +86,7 @@ def _pick(
     in_file: Mapping[str, Any],
     flags: Mapping[str, tuple[str, Any]],
     environ: Mapping[str, str],
+    credentials: Mapping[str, str],
 ) -> tuple[Any, str]:
     if setting.key in flags:
         flag, value = flags[setting.key]
@@ -94,6 +97,8 @@ def _pick(
         return (True if setting.kind is bool else value), f"environment {setting.env}"
     if setting.key in in_file:
         return in_file[setting.key], "file"
+    if setting.credential in credentials:
+        return credentials[setting.credential], f"credential {setting.credential}"
     return setting.default, "default"
 
 

@@ -1,4 +1,4 @@
-"""What the control socket says: the shape of `/v1/status`, used by server and client alike.
+"""What the control socket says: `/v1/status` and `/v1/reload`, used by server and client alike.
 
 The daemon fills the dataclasses and sends `to_json`; `onebitctl` reads plain mappings, so that it
 also understands a daemon of another version. Fields that do not apply are null.
@@ -41,6 +41,15 @@ class LastExit:
 
     time: str
     reason: str
+
+    @property
+    def brief(self) -> str:
+        """The reason without the decoder's last words, which may quote a prompt.
+
+        >>> LastExit("", "signal 6 (SIGABRT): GGML_ASSERT(ids of 'my secret') failed").brief
+        'signal 6 (SIGABRT)'
+        """
+        return self.reason.partition(":")[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,3 +150,29 @@ class Status:
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts and lists, in the order of the declaration."""
         return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReloadAnswer:
+    """What `POST /v1/reload` did: key paths that have changed, and that wait for a restart.
+
+    `warnings` are lines about what keeps handoffs, not the daemon, from working.
+    """
+
+    changed: list[str]
+    needs_restart: list[str]
+    warnings: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain lists, in the order of the declaration."""
+        return dataclasses.asdict(self)
+
+    def summary(self) -> str:
+        """Return one line for people.
+
+        >>> ReloadAnswer(["log.level"], [], []).summary()
+        'reloaded: log.level'
+        """
+        if not self.changed:
+            return "nothing has changed"
+        return f"reloaded: {', '.join(self.changed)}"

@@ -38,7 +38,7 @@ class Ticket:
         admission = self._admission
         while True:
             here = admission.place_of(self)
-            if admission.is_closed and here > 0:
+            if admission.is_closed and here > 0 and not admission.keeps_waiting:
                 raise _draining()
             if here < place:
                 return
@@ -59,13 +59,15 @@ class Admission:
     """The line.
 
     Args:
-        max_pending: how many may wait behind the one that has the slot.
+        max_pending: how many may wait behind the one that has the slot; may be set at any time,
+            and turns away newcomers only.
     """
 
     def __init__(self, max_pending: int) -> None:
         self.max_pending = max_pending
         self._line: list[Ticket] = []
         self.is_closed = False
+        self.keeps_waiting = False
         self._empty = trio.Event()
         self._empty.set()
 
@@ -114,9 +116,14 @@ class Admission:
             if not self._line:
                 self._empty.set()
 
-    def close(self) -> None:
-        """Admit nobody any more, and turn away those who wait; the holder goes on."""
+    def close(self, *, keep_waiting: bool = False) -> None:
+        """Admit nobody any more; the holder goes on.
+
+        Args:
+            keep_waiting: those in the line keep their places, instead of being turned away.
+        """
         self.is_closed = True
+        self.keeps_waiting = keep_waiting
         for ticket in self._line:
             ticket.notice()
 

@@ -36,7 +36,7 @@ from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route, outcome_
 from onebitd.services.admission import Admission, Ticket
 from onebitd.services.history import History
 from onebitd.services.provider_runs import ProviderRuns, ProviderState, timed
-from onebitd.services.supervisor import PATIENCE_S, BackendFacts, Supervisor
+from onebitd.services.supervisor import BackendFacts, Supervisor
 
 log = structlog.get_logger()
 
@@ -84,6 +84,14 @@ class Handoffs:
             config, slots, lock, guard, environ, supervisor.swa_window, supervisor.program
         )
 
+    def reconfigure(self, config: Config, lock: DeviceLock | None) -> None:
+        """Take over a new configuration; exchanges that have begun keep theirs.
+
+        See `ProviderRuns.reconfigure` for the lock.
+        """
+        self.config = config
+        self.runs.reconfigure(config, lock)
+
     @property
     def provider_state(self) -> ProviderState:
         """For `status`: what the provider is doing."""
@@ -128,7 +136,7 @@ class Handoffs:
 
 
 class Exchange:
-    """One request on the handoff route.
+    """One request on the handoff route; it keeps the settings that it begins with.
 
     `async with` takes care of its place in the line, its reply's connection, its one log line and
     its counters, whatever happens inside.
@@ -147,7 +155,7 @@ class Exchange:
         request_id: str,
         client_gone: Callable[[], bool],
     ) -> None:
-        config = handoffs.config
+        config = self._config = handoffs.config
         self._handoffs = handoffs
         self._parsed = parsed
         self._policy = wanted
@@ -201,7 +209,7 @@ class Exchange:
         """
         handoffs = self._handoffs
         ticket = self._ticket = handoffs.admission.enter(self.record.request_id)
-        facts = await handoffs.supervisor.wait_ready(PATIENCE_S)
+        facts = await handoffs.supervisor.wait_ready_for_client()
         try:
             await self._hand_over(facts, ticket, body)
         except HandoffError as error:
@@ -231,7 +239,7 @@ class Exchange:
 
     def _raise_if_strict(self, reason: Reason, detail: str) -> None:
         strict = self._policy is Policy.STRICT
-        if strict or self._handoffs.config.handoff.on_failure == "error":
+        if strict or self._config.handoff.on_failure == "error":
             self._strict_detail = detail  # the record has a field for the reason already
             raise RequestError(
                 502,
@@ -242,8 +250,7 @@ class Exchange:
 
     async def _hand_over(self, facts: BackendFacts, ticket: Ticket, body: bytes) -> None:
         """Do what comes before the request itself; `_handed` or `_skip` says what that was."""
-        handoffs = self._handoffs
-        config = handoffs.config
+        config = self._config
         known = policy.Knowledge(
             policy=self._policy,
             has_provider=config.provider.program is not None,
@@ -304,7 +311,7 @@ class Exchange:
         assert layout is not None  # noqa: S101 - plan() skips a decoder without one
         with self._waiting("queue_ms", ticket):
             await ticket.wait_may_prefill()
-        name, size = await handoffs.runs.prefill(tokens, layout, self.record, ticket)
+        name, size = await handoffs.runs.prefill(tokens, layout, self.record, ticket, self._config)
         self.record.state_bytes = size
         try:
             with self._waiting("queue_ms", ticket):

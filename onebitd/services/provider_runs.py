@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import structlog
 import trio
@@ -20,8 +20,12 @@ from onebitd.core.errors import HandoffError
 from onebitd.core.handoff import HandoffRecord, Reason
 from onebitd.core.state_layout import Layout
 from onebitd.services.admission import Ticket
+from onebitd.services.child_output import ChildOutput
 
 log = structlog.get_logger()
+
+_LOCK_CHECK_S: Final = 10.0
+"""How often to see whether a lock that is held for life is still the file at its path."""
 
 ProviderState: TypeAlias = Literal["none", "idle", "running", "stuck"]
 
@@ -57,45 +61,134 @@ class ProviderRuns:
         self._swa_window = swa_window
         self._llama_server = llama_server
         self._turn = trio.Lock()  # one run at a time, in the line's order
+        self._in_use: DeviceLock | None = None  # the lock that the run or the stuck one has
         self._stuck: Child | None = None
         self._running = False
+        self._ended = False
         self._stuck_event = trio.Event()
+        self._output = ChildOutput("provider_output", "provider", "provider")
 
     @property
     def state(self) -> ProviderState:
         """For `status`: what the provider is doing."""
-        if self._config.provider.program is None:
-            return "none"
         if self._stuck is not None:
             return "stuck"
-        return "running" if self._running else "idle"
+        if self._running:
+            return "running"
+        return "none" if self._config.provider.program is None else "idle"
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Hold the lock for the daemon's life if so configured, and reap runs that got stuck."""
-        lock = self._lock
         try:
-            if lock is not None and self._config.lock.hold == "lifetime":
-                try:
-                    async with self._turn:  # requests wait for this, not for the lock behind it
-                        await lock.wait_acquired(self._config.lock.wait_s)
-                except HandoffError as error:
-                    log.warning("lock_not_taken", reason=error.reason, detail=error.detail)
+            self._clear_stale_line()
+            why_not = await self.hold_for_life(self._config.lock.wait_s)
+            if why_not is not None:
+                log.warning("lock_not_taken", reason=why_not.reason, detail=why_not.detail)
             task_status.started()
-            while True:
-                await self._stuck_event.wait()
-                self._stuck_event = trio.Event()
-                if self._stuck is not None:
-                    await self._stuck.wait_gone()
-                    log.warning("provider_gone", pid=self._stuck.pid)
-                    self._stuck = None
-                    self._release_lock()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._keep_for_life)
+                nursery.start_soon(self._reap_stuck)
         finally:
-            if lock is not None and lock.held:
-                lock.release()
+            self._ended = True
+            for lock in (self._lock, self._in_use):
+                if lock is not None:
+                    lock.release()
 
-    def _release_lock(self) -> None:
+    async def _reap_stuck(self) -> None:
+        while True:
+            await self._stuck_event.wait()
+            self._stuck_event = trio.Event()
+            if self._stuck is not None:
+                await self._stuck.wait_gone()
+                log.warning("provider_gone", pid=self._stuck.pid)
+                self._stuck = None
+                self._end_use()
+
+    def _clear_stale_line(self) -> None:
+        line = None if self._lock is None else self._lock.clear_stale()
+        if line is not None:
+            log.info(
+                "lock_line_cleared",
+                owner_line=line,
+                line=f"cleared the line of a process that is gone: {line}",
+            )
+
+    async def _keep_for_life(self) -> None:
+        """See now and then that a lock which is to be held for the daemon's life really is.
+
+        Whoever removes the file lets the next comer lock a new one, and then two have the device;
+        and a lock that could not be had at the start may be free by now.
+        """
+        while True:
+            await trio.sleep(_LOCK_CHECK_S)
+            lock = self._lock
+            if lock is None or not self._is_for_life(lock) or lock.still_ours():
+                continue
+            async with self._turn:  # the run that is on has seen to it itself
+                was_lost = _drop_if_lost(lock)
+            why_not = await self.hold_for_life(0.0)
+            if why_not is None and lock.held:
+                log.info("lock_taken", line=f"{lock.path} is held for the daemon's life")
+            elif why_not is not None and was_lost:
+                log.warning("lock_not_taken", reason=why_not.reason, detail=why_not.detail)
+
+    def reconfigure(self, config: Config, lock: DeviceLock | None) -> None:
+        """Take over a new configuration; a run that is on keeps its settings and its lock.
+
+        Args:
+            config: effective from now on.
+            lock: the one that runs take from now on; another object only for another path.
+
+        A lock that is held for the daemon's life and is not to be any more is given back here;
+        `hold_for_life` takes one that is.
+        """
+        before, self._lock = self._lock, lock
+        self._config = config
+        if before is not None and before is not self._in_use and not self._is_for_life(before):
+            before.release()
+
+    def _is_for_life(self, lock: DeviceLock) -> bool:
+        keeps = self._config.lock.hold == "lifetime" and not self._ended
+        return keeps and lock is self._lock
+
+    async def hold_for_life(self, patience_s: float) -> HandoffError | None:
+        """Take the lock, if it is to be held for the daemon's life and is not held yet.
+
+        Waits for the run that is on, and for other holders, no longer than `patience_s` in all.
+
+        Returns:
+            Why the lock could not be taken; the next run then tries again and keeps it.
+        """
         lock = self._lock
-        if lock is not None and lock.held and self._config.lock.hold == "handoff":
+        if lock is None or lock.held or not self._is_for_life(lock):
+            return None
+        deadline = trio.current_time() + patience_s
+        if not await self._got_turn(deadline):
+            # A run that has the lock keeps it from now on.
+            return None if lock.held else _taken_by_next_run(lock)
+        try:  # requests wait for the turn, not for the lock behind it
+            if not lock.held:
+                await lock.wait_acquired(max(0.0, deadline - trio.current_time()))
+            if not self._is_for_life(lock):
+                lock.release()  # a reload or the end came in between
+        except HandoffError as error:
+            return error
+        finally:
+            self._turn.release()
+        return None
+
+    async def _got_turn(self, deadline: float) -> bool:
+        with trio.move_on_at(deadline) as waiting:
+            try:
+                self._turn.acquire_nowait()
+            except trio.WouldBlock:
+                await self._turn.acquire()
+        return not waiting.cancelled_caught
+
+    def _end_use(self) -> None:
+        """The run's lock is free, unless it is held for the daemon's life."""
+        lock, self._in_use = self._in_use, None
+        if lock is not None and not self._is_for_life(lock):
             lock.release()
 
     def _note_stuck(self, child: Child) -> None:
@@ -109,9 +202,22 @@ class ProviderRuns:
         )
 
     async def prefill(
-        self, tokens: list[int], layout: Layout, record: HandoffRecord, ticket: Ticket
+        self,
+        tokens: list[int],
+        layout: Layout,
+        record: HandoffRecord,
+        ticket: Ticket,
+        config: Config,
     ) -> tuple[str, int]:
         """Have the provider prefill these tokens; the caller removes the state file.
+
+        Args:
+            tokens: what it is to prefill.
+            layout: what the state file must match.
+            record: gets the times.
+            ticket: its phase is set.
+            config: what the request began with: its provider runs. The lock is the one that is
+                configured by the time of the run.
 
         Returns:
             The checked state file's name in the slot directory, and its size in bytes.
@@ -129,30 +235,30 @@ class ProviderRuns:
             self._slots.check_space(layout.bytes_for(len(tokens)))
             run = self._slots.new_run(tokens)
             try:
-                await self._run_locked(run, record, ticket)
+                await self._run_locked(run, record, ticket, config)
                 with timed(record, "check_ms"):
                     return await run.take_state(layout, tokens, self._swa_window)
             finally:
                 run.remove()
 
-    async def _run_locked(self, run: RunFiles, record: HandoffRecord, ticket: Ticket) -> None:
-        config = self._config
-        lock = self._lock
-        if lock is not None:
-            with timed(record, "lock_ms"):
-                if lock.held and not lock.still_ours():
-                    log.warning("lock_lost", line=f"{lock.path} was replaced; taking the new one")
-                    lock.release()
-                if not lock.held:
-                    await lock.wait_acquired(config.lock.wait_s)
+    async def _run_locked(
+        self, run: RunFiles, record: HandoffRecord, ticket: Ticket, config: Config
+    ) -> None:
+        lock = self._in_use = self._lock
         try:
-            await self._run_provider(run, record, ticket)
+            if lock is not None:
+                with timed(record, "lock_ms"):
+                    _drop_if_lost(lock)
+                    if not lock.held:
+                        await lock.wait_acquired(self._config.lock.wait_s)
+            await self._run_provider(run, record, ticket, config)
         finally:
             if self._stuck is None:
-                self._release_lock()
+                self._end_use()
 
-    async def _run_provider(self, run: RunFiles, record: HandoffRecord, ticket: Ticket) -> None:
-        config = self._config
+    async def _run_provider(
+        self, run: RunFiles, record: HandoffRecord, ticket: Ticket, config: Config
+    ) -> None:
         program = config.provider.program
         assert program is not None  # noqa: S101 - plan() hands off only with a provider
         ticket.phase = "prefill"
@@ -170,17 +276,36 @@ class ProviderRuns:
                     env=provider_contract.environment(
                         self._environ,
                         config.provider.env,
-                        lock_held=self._lock is not None,
+                        lock_held=self._in_use is not None,
                         llama_server=self._llama_server,
                     ),
                     timeout_s=config.provider.timeout_s,
                     guard=self._guard,
-                    on_line=_log_provider_line,
+                    on_line=self._take_line,
                     on_stuck=self._note_stuck,
                 )
         finally:
             self._running = False
+            self._output.end()
         record.prefill_ms = result.wall_ms if result.reported_ms is None else result.reported_ms
+
+    def _take_line(self, stream: str, line: bytes) -> None:
+        self._output.write("debug", line, stream=stream)
+
+
+def _drop_if_lost(lock: DeviceLock) -> bool:
+    """Give up a held lock whose file is not the one at its path any more; say whether it was so."""
+    if not lock.held or lock.still_ours():
+        return False
+    log.warning("lock_lost", line=f"{lock.path} was replaced; taking the new one")
+    lock.release()
+    return True
+
+
+def _taken_by_next_run(lock: DeviceLock) -> HandoffError:
+    return HandoffError(
+        Reason.LOCK_BUSY, f"a provider run is on: the next one takes {lock.path} and keeps it"
+    )
 
 
 @contextlib.contextmanager
@@ -193,7 +318,3 @@ def timed(record: HandoffRecord, field: str) -> Iterator[None]:
         setattr(
             record, field, (getattr(record, field) or 0.0) + (time.monotonic() - started) * 1000.0
         )
-
-
-def _log_provider_line(name: str, line: bytes) -> None:
-    log.debug("provider_output", stream=name, line=f"provider: {line.decode('utf-8', 'replace')}")

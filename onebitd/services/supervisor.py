@@ -47,6 +47,7 @@ from onebitd.core.errors import (
 )
 from onebitd.core.handoff import Reason
 from onebitd.core.state_layout import Layout
+from onebitd.services.child_output import ChildOutput, Level
 
 log = structlog.get_logger()
 
@@ -54,6 +55,8 @@ _PROBE_TOKENS: Final = (1, 2, 3)
 """Three tokens are enough for the layout to parse in exactly one way."""
 _HEALTH_FIRST_POLL_S: Final = 0.02
 _HEALTH_LAST_POLL_S: Final = 0.5
+_OOM_SCORE_ADJ: Final = 300
+"""The daemon is small and survives its decoder; a decoder is tens of gigabytes and comes back."""
 _STOP_TERM_GRACE_S: Final = 5.0
 _STOP_KILL_GRACE_S: Final = 5.0
 _LAST_WORDS_S: Final = 0.5
@@ -119,6 +122,8 @@ class Supervisor:
         load_timeout_s: how long a model may take to load.
         restart_max: restarts within 300 s; beyond that `run` raises BackendFailed.
         on_change: called after each change of state.
+        clients_wait: requests wait for however long a load or restart takes, as long as their
+            clients do; False: only for a restart that is expected to end soon.
     """
 
     def __init__(
@@ -130,14 +135,16 @@ class Supervisor:
         load_timeout_s: float,
         restart_max: int,
         on_change: Callable[[], None] = lambda: None,
+        clients_wait: bool = False,
     ) -> None:
         self._launch = launch
+        self._patience_s = None if clients_wait else PATIENCE_S
         self._slots = slots
         self._guard = guard
         self._load_timeout_s = load_timeout_s
         self._restart_max = restart_max
         self._on_change = on_change
-        self._output = log.bind()  # bound once: a lazy logger costs each of its many lines more
+        self._output = ChildOutput("backend_output", "llama-server", "decoder")
         self._changed = trio.Event()
         self._child: Child | None = None
         self._exit_times: deque[float] = deque(maxlen=1001)
@@ -151,6 +158,11 @@ class Supervisor:
         self.facts: BackendFacts | None = None
         self.restarts = 0
         self.last_exit: LastExit | None = None
+
+    def reconfigure(self, *, load_timeout_s: float, restart_max: int) -> None:
+        """Change the two limits; a load that has begun keeps its own."""
+        self._load_timeout_s = load_timeout_s
+        self._restart_max = restart_max
 
     @property
     def pid(self) -> int | None:
@@ -238,7 +250,11 @@ class Supervisor:
         self._begin_attempt()
         try:
             child = spawn(
-                self._launch.argv, env=self._launch.env, guard=self._guard, merge_output=True
+                self._launch.argv,
+                env=self._launch.env,
+                guard=self._guard,
+                merge_output=True,
+                oom_score_adj=_OOM_SCORE_ADJ,
             )
         except SpawnError as error:
             self._move(BackendEvent.EXITED)
@@ -267,6 +283,7 @@ class Supervisor:
     async def _pump(self, child: Child, scope: trio.CancelScope) -> None:
         with scope:
             await pump_lines(child.stdout, self._take_line)
+        self._output.end()
 
     def _begin_attempt(self) -> None:
         self.facts = None
@@ -294,12 +311,13 @@ class Supervisor:
 
     async def _make_ready(self, child: Child, started: Callable[[], None]) -> None:
         server = LlamaServer(str(self._launch.socket_path))
+        load_timeout_s = self._load_timeout_s
         try:
-            with trio.fail_after(self._load_timeout_s):
+            with trio.fail_after(load_timeout_s):
                 await self._wait_healthy(server)
             facts = await self._learn(server)
         except trio.TooSlowError:
-            self.kill(f"no answer within {self._load_timeout_s:g} s (backend.load_timeout_s)")
+            self.kill(f"no answer within {load_timeout_s:g} s (backend.load_timeout_s)")
             return
         except BackendError as error:
             if isinstance(error, BackendGone):
@@ -373,10 +391,10 @@ class Supervisor:
         if looks_bad and not harmless and not self._last_error_line.startswith(b"GGML_ASSERT"):
             # The first assertion is the cause; the backtrace behind it is not.
             self._last_error_line = line[found.end() if found else 0 :][:300]
-        write = self._output.debug
+        level: Level = "debug"
         if not harmless and letter in (b"E", b"W"):
-            write = self._output.error if letter == b"E" else self._output.warning
-        write("backend_output", line=f"llama-server: {line.decode('utf-8', 'replace')}")
+            level = "error" if letter == b"E" else "warning"
+        self._output.write(level, line)
 
     def _note_exit(self, reason: str) -> None:
         now = dt.datetime.now(dt.UTC)
@@ -413,7 +431,12 @@ class Supervisor:
         while self.state is not BackendState.READY or self.facts is None:
             left_s = math.inf if deadline is None else deadline - time.monotonic()
             expected_s = self.expected_ready_s()
-            if self.state in (BackendState.FAILED, BackendState.STOPPED, BackendState.STOPPING):
+            ended = self.state in (
+                BackendState.FAILED,
+                BackendState.STOPPED,
+                BackendState.STOPPING,
+            )
+            if ended and self._load_started:  # before the first start: it will be there in a moment
                 raise _unavailable("the decoder is not running", None)
             if deadline is not None and (expected_s is None or expected_s > left_s or left_s <= 0):
                 raise _unavailable(
@@ -424,6 +447,14 @@ class Supervisor:
             with trio.move_on_after(left_s):
                 await changed.wait()
         return self.facts
+
+    async def wait_ready_for_client(self) -> BackendFacts:
+        """Wait for the decoder as long as a request is meant to.
+
+        Raises:
+            RequestError: 503 with Retry-After.
+        """
+        return await self.wait_ready(self._patience_s)
 
     async def wait_restarted(self, generation: int) -> BackendFacts:
         """Wait for a decoder newer than `generation`, whose connection broke.

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from onebitd import __version__
-from onebitd.client import ClientError, ControlClient, choose_socket
+from onebitd.client import ClientError, ControlClient, Refused, choose_socket
 from onebitd.core import paths
 from onebitd.core.errors import OnebitError
 from onebitd.core.handoff import Outcome
 from onebitd.surfaces import cli_pages as pages
-from onebitd.surfaces import cli_status, cli_text
+from onebitd.surfaces import cli_status, cli_text, cli_units
 
 MAX_RECORDS: Final = 1000
 LISTED_RECORDS: Final = 20
@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     where = _where_parser(argparse.SUPPRESS)
     parser = argparse.ArgumentParser(
         prog="onebitctl",
-        description="Show what onebitd is doing.",
+        description="Show what onebitd is doing, and have it read its configuration again.",
         epilog="Exit status: 0 fine; 1 it answered, and is not ready or something is wrong;"
         " 2 usage; 3 no daemon there; 4 permission denied.",
         allow_abbrev=False,
@@ -97,12 +97,18 @@ def build_parser() -> argparse.ArgumentParser:
     config = _command(commands, "config", "the effective settings and their sources", where)
     config.set_defaults(run=run_config)
 
+    summary = "have the daemon read its configuration again"
+    reload = _command(commands, "reload", summary, where, description=f"{summary.capitalize()}.")
+    reload.set_defaults(run=run_reload)
+
     lock = _command(commands, "lock", "who holds the NPU device lock; needs no daemon", where)
     lock.add_argument(
         "--path",
         help=f"lock file (default: the daemon's, or {paths.DEVICE_LOCK} when none answers)",
     )
     lock.set_defaults(run=run_lock)
+
+    cli_units.register(commands, where)
     return parser
 
 
@@ -144,6 +150,24 @@ def run_config(arguments: argparse.Namespace) -> int:
         _print_json(config)
     else:
         _print(pages.config_page(config))
+    return 0
+
+
+def run_reload(arguments: argparse.Namespace) -> int:
+    """Have the daemon read its configuration again; 1 if that is bad, and nothing has changed."""
+    try:
+        answer = _client(arguments).reload()
+    except Refused as refused:
+        for problem in refused.problems:
+            _tell(problem)
+        _tell("the configuration was not reloaded, nothing has changed")
+        return EXIT_NOT_FINE
+    if arguments.json:
+        _print_json(answer)
+        return 0
+    _print(pages.reload_line(answer))
+    for line in pages.reload_remarks(answer):
+        _tell(line)
     return 0
 
 
@@ -201,9 +225,14 @@ def _command(
     name: str,
     summary: str,
     where: argparse.ArgumentParser,
+    description: str = "",
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
-        name, help=summary, description=f"Show {summary}.", parents=[where], allow_abbrev=False
+        name,
+        help=summary,
+        description=description or f"Show {summary}.",
+        parents=[where],
+        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="stable output for programs")
     return parser

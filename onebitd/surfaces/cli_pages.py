@@ -69,6 +69,19 @@ def config_page(config: Mapping[str, Any]) -> str:
     )
 
 
+def reload_line(answer: Mapping[str, Any]) -> str:
+    """Return which settings a reload has changed."""
+    changed = _texts(answer.get("changed"))
+    return clean(f"reloaded: {', '.join(changed)}") if changed else "nothing has changed"
+
+
+def reload_remarks(answer: Mapping[str, Any]) -> list[str]:
+    """Return what waits for a restart, and what will not work, a line each."""
+    waiting = _texts(answer.get("needs_restart"))
+    lines = [f"needs a restart: {', '.join(waiting)}"] if waiting else []
+    return [*lines, *(f"warning: {text}" for text in _texts(answer.get("warnings")))]
+
+
 def lock_page(lock: Mapping[str, Any]) -> str:
     """Return who holds the device lock."""
     holder = part_of(lock, "holder")
@@ -101,6 +114,10 @@ def _value(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return clean(" ".join(map(str, value))) or "-"
     return clean(str(value))
+
+
+def _texts(value: object) -> list[str]:
+    return list(map(str, value)) if isinstance(value, list) else []
 
 
 def _count(value: object) -> str:

@@ -1,14 +1,14 @@
-"""The control API: HTTP/1.1 over the control socket, JSON, read-only.
+"""The control API: HTTP/1.1 over the control socket, JSON.
 
-`GET /v1/status`, `GET /v1/handoffs`, `GET /v1/config`. Errors have the shape
-`{"error": {"message", "type", "code"}}`.
+`GET /v1/status`, `GET /v1/handoffs`, `GET /v1/config`, `POST /v1/reload`. Errors have the shape
+`{"error": {"message", "type", "code"}}`; a refused reload adds `problems`, a list of lines.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, NoReturn, Protocol, Self, cast
 
@@ -17,7 +17,8 @@ from quart.wrappers.response import ResponseBody
 from quart_trio import QuartTrio
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound
 
-from onebitd.core.control_api import Status
+from onebitd.core.control_api import ReloadAnswer, Status
+from onebitd.core.errors import ConfigError, RequestError
 from onebitd.core.handoff import Outcome
 from onebitd.services.history import Follower, History, parse_time
 from onebitd.surfaces.asgi_shield import shield_final_send
@@ -31,7 +32,7 @@ _TYPES: Final = {400: "invalid_request_error", 404: "not_found_error", 405: "inv
 
 
 class ControlView(Protocol):
-    """What the control API shows; the daemon implements it. Nothing here waits."""
+    """What the control API shows; the daemon implements it."""
 
     @property
     def history(self) -> History:
@@ -44,8 +45,16 @@ class ControlView(Protocol):
         """Return `{key: {"value", "source"}}` of every setting, secrets hidden."""
 
 
-def create_control_app(view: ControlView) -> QuartTrio:
+Reload = Callable[[], Awaitable[ReloadAnswer]]
+
+
+def create_control_app(view: ControlView, reload: Reload) -> QuartTrio:
     """Build the ASGI application of the control socket.
+
+    Args:
+        view: what it shows; nothing there waits.
+        reload: reads the configuration again; raises ConfigError for a bad one and RequestError
+            when it is not the time. It goes on when its client leaves.
 
     A client that follows ends when it leaves, when `view.history.close()` is called, or when the
     server's task is cancelled; it holds no task of its own.
@@ -55,6 +64,8 @@ def create_control_app(view: ControlView) -> QuartTrio:
     app.json.sort_keys = False  # type: ignore[attr-defined] # the default provider has it
     app.asgi_app = shield_final_send(app.asgi_app)  # type: ignore[method-assign, assignment]
     app.register_error_handler(HTTPException, _render_error)
+    app.register_error_handler(ConfigError, _render_refused)
+    app.register_error_handler(RequestError, _render_not_now)
 
     @app.get("/v1/status")
     async def status() -> Response:
@@ -63,6 +74,10 @@ def create_control_app(view: ControlView) -> QuartTrio:
     @app.get("/v1/config")
     async def config() -> Response:
         return jsonify(view.config())
+
+    @app.post("/v1/reload")
+    async def do_reload() -> Response:
+        return jsonify((await reload()).to_json())
 
     @app.get("/v1/handoffs")
     async def handoffs() -> Response:
@@ -175,16 +190,36 @@ def _line_of(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields).encode() + b"\n"
 
 
+def _render_refused(error: ConfigError) -> Response:
+    problems = list(error.problems)
+    fault = {
+        "message": f"the configuration is bad, nothing has changed: {'; '.join(problems)}",
+        "type": "invalid_request_error",
+        "code": 422,
+        "problems": problems,
+    }
+    response = jsonify({"error": fault})
+    response.status_code = 422
+    return response
+
+
+def _render_not_now(error: RequestError) -> Response:
+    response = jsonify(error.body())
+    response.status_code = error.status
+    return response
+
+
 def _render_error(error: HTTPException) -> Response:
     code = error.code or 500
     message = error.description or error.name
     if isinstance(error, NotFound):
         message = (
             f"no such endpoint: {request.path}; this onebitd has GET /v1/status,"
-            " GET /v1/handoffs and GET /v1/config"
+            " GET /v1/handoffs, GET /v1/config and POST /v1/reload"
         )
     elif isinstance(error, MethodNotAllowed):
-        message = f"{request.method} is not allowed on {request.path}: use GET"
+        wanted = "POST" if "POST" in (error.valid_methods or ()) else "GET"
+        message = f"{request.method} is not allowed on {request.path}: use {wanted}"
     elif code >= 500:
         message = "onebitd failed to answer; its log says why"
     body = {"error": {"message": message, "type": _TYPES.get(code, "server_error"), "code": code}}

@@ -11,16 +11,18 @@ import shlex
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import structlog
 import trio
 
 from onebitd import __version__
 from onebitd.adapters import listeners, logsetup
-from onebitd.adapters.config_file import check_files, read_api_keys
+from onebitd.adapters.config_file import check_files, is_fatal, read_api_keys
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.http_server import HttpServer
 from onebitd.adapters.instance import InstanceLock, ensure_private_dir
@@ -30,12 +32,14 @@ from onebitd.adapters.systemd import ServiceManager
 from onebitd.core import paths
 from onebitd.core.backend_state import BackendState
 from onebitd.core.config import Config
+from onebitd.core.config_checks import is_loopback
 from onebitd.core.errors import BackendFailed, ConfigError, OnebitError, UsageError
+from onebitd.core.reload import Merged
 from onebitd.services.admission import Admission
 from onebitd.services.handoff import Handoffs
 from onebitd.services.history import History
 from onebitd.services.supervisor import Launch, Supervisor
-from onebitd.surfaces import daemon_args
+from onebitd.surfaces import daemon_args, reload
 from onebitd.surfaces.control_http import create_control_app
 from onebitd.surfaces.launch import plan_launch, slots_dir
 from onebitd.surfaces.public_http import PublicApp
@@ -43,11 +47,15 @@ from onebitd.surfaces.status_view import StatusView
 
 log = structlog.get_logger()
 
-_ONLY_HANDOFFS_NEED: Final = ("provider.", "lock.")
-"""Keys whose faults --check-config reports, but which keep nobody from serving."""
 _BACKLOG: Final = 1024
+_DEBUG_HANG: Final = "ONEBIT_DEBUG_HANG"
+_PASSED_NAMES: Final = ("http", "control")
+_ARRIVE_S: Final = 0.25
+"""The request of a connection that was just accepted is on its way."""
 _NOTIFY_EVERY_S: Final = 1.0
 _EXTEND_S: Final = 30.0
+_RELOAD_LOCK_S: Final = 30.0
+"""A reload waits no longer for the device lock, whatever lock.wait_s: somebody waits for it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(problems)
             print(f"onebitd: configuration of instance {config.instance} is fine")  # noqa: T201
             return 0
-        fatal = [line for line in problems if not line.startswith(_ONLY_HANDOFFS_NEED)]
+        fatal = [line for line in problems if is_fatal(line)]
         if fatal:
             raise ConfigError(fatal)
         runtime = Path(paths.runtime_dir(config.instance, os.environ, os.geteuid()))
@@ -69,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             launch = plan_launch(config, runtime, os.environ)
             print(shlex.join(launch.argv))  # noqa: T201
             return 0
-        _serve(config, runtime, warnings=problems)
+        _serve(args, config, runtime, warnings=problems)
     except OnebitError as error:
         for line in str(error).splitlines():
             print(f"onebitd: {line}", file=sys.stderr)  # noqa: T201
@@ -79,12 +87,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _serve(config: Config, runtime: Path, *, warnings: Sequence[str]) -> None:
+def _serve(
+    args: daemon_args.DaemonArgs, config: Config, runtime: Path, *, warnings: Sequence[str]
+) -> None:
     manager = ServiceManager()
     logsetup.configure(config.log.format, config.log.level)
     for line in warnings:
         log.warning("handoffs_will_fall_back", line=line)
-    daemon = Daemon(config, runtime, manager, dict(os.environ))
+    environ = dict(os.environ)
+    if environ.pop(_DEBUG_HANG, ""):
+        signal.signal(signal.SIGUSR2, lambda _number, _frame: hang_on_purpose())
+    daemon = Daemon(config, runtime, manager, environ, partial(reload.read, args, environ))
     try:
         trio.run(daemon.run, strict_exception_groups=True)
     except BaseExceptionGroup as group:
@@ -94,6 +107,12 @@ def _serve(config: Config, runtime: Path, *, warnings: Sequence[str]) -> None:
         raise _first(ours) from group
     finally:
         manager.close()
+
+
+def hang_on_purpose() -> NoReturn:
+    """Never give the event loop another turn: a way to see what the watchdog does about that."""
+    while True:
+        time.sleep(3600)
 
 
 def _first(group: BaseException) -> BaseException:
@@ -129,10 +148,23 @@ class _Service:
 
 
 class Daemon:
-    """One instance, from its lock to its last log line."""
+    """One instance, from its lock to its last log line.
+
+    Args:
+        config: as it was read at the start.
+        runtime: its directory.
+        manager: what is told of its state.
+        environ: what its children inherit.
+        read: reads the configuration again.
+    """
 
     def __init__(
-        self, config: Config, runtime: Path, manager: ServiceManager, environ: Mapping[str, str]
+        self,
+        config: Config,
+        runtime: Path,
+        manager: ServiceManager,
+        environ: Mapping[str, str],
+        read: Callable[[], reload.Reading],
     ) -> None:
         self._config = config
         self._runtime = runtime
@@ -142,11 +174,37 @@ class Daemon:
         self._hurry = trio.Event()
         self._failure: BackendFailed | None = None
         self._listen: list[str] = []
+        self._port_is_passed = False
+        self._hosts: list[str] = []
+        self._keys: tuple[str, ...] = ()
+        self._reloads = reload.Reloads(self, read)
         self._history = History()
         self._admission = Admission(config.http.max_pending)
         self._supervisor: Supervisor
         self._handoffs: Handoffs
         self._view: StatusView
+        self._app: PublicApp
+        self._lock: DeviceLock | None = None
+
+    @property
+    def config(self) -> Config:
+        """The effective configuration."""
+        return self._config
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The API keys that are asked for."""
+        return self._keys
+
+    @property
+    def listens_on(self) -> Sequence[str]:
+        """Hosts of the public listener."""
+        return self._hosts
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once it was told to stop."""
+        return self._stop_asked.is_set()
 
     async def run(self) -> None:
         """Serve until told to stop.
@@ -155,11 +213,8 @@ class Daemon:
             InstanceTaken, ConfigError, BackendFailed: see the exit statuses.
         """
         config, runtime = self._config, self._runtime
-        keys = (
-            ()
-            if config.http.api_key_file is None
-            else read_api_keys(Path(config.http.api_key_file))
-        )
+        if config.http.api_key_file is not None:
+            self._keys = read_api_keys(Path(config.http.api_key_file))
         mode = 0o750 if os.geteuid() == 0 or self._manager.present else 0o700
         fallback = Path(paths.fallback_root(os.geteuid()))
         if fallback in runtime.parents:
@@ -178,7 +233,7 @@ class Daemon:
             guard = Guard()
             try:
                 self._build(launch, slots, guard)
-                await self._run_services(control, public, keys)
+                await self._run_services(control, public)
             finally:
                 guard.close()
                 slots.sweep()
@@ -192,16 +247,46 @@ class Daemon:
     def _open_listeners(self) -> tuple[list[socket.socket], list[socket.socket]]:
         config = self._config
         passed = self._manager.listen_fds()
+        strange = sorted(set(passed) - set(_PASSED_NAMES))
+        if strange:
+            raise ConfigError(
+                [
+                    f"a socket named {name!r} was passed; its unit needs FileDescriptorName=http or"
+                    " FileDescriptorName=control"
+                    for name in strange
+                ]
+            )
         # The port first: it may be taken, and then no control socket has to be removed again.
         public = [listeners.adopt(fd) for fd in passed.get("http", [])]
-        if not public:
+        self._port_is_passed = bool(public)
+        if public:
+            self._check_exposure(public)
+        else:
             public = listeners.open_tcp(config.http.host, config.http.port, _BACKLOG)
         control = [listeners.adopt(fd) for fd in passed.get("control", [])]
         if not control:
             mode = 0o660 if os.geteuid() == 0 or self._manager.present else 0o600
             control = [listeners.open_unix(self._runtime / paths.CONTROL_SOCKET, mode)]
         self._listen = [_address_of(listener) for listener in public]
+        tcp = [one for one in public if one.family != socket.AF_UNIX]
+        self._hosts = [one.getsockname()[0] for one in tcp]
         return control, public
+
+    def _check_exposure(self, public: Sequence[socket.socket]) -> None:
+        """Refuse what `http.host` is refused for: an address that others reach, without keys."""
+        http = self._config.http
+        if http.api_key_file is not None or http.allow_unauthenticated:
+            return
+        for listener in public:
+            name = _address_of(listener)
+            if listener.family != socket.AF_UNIX and not is_loopback(listener.getsockname()[0]):
+                raise ConfigError(
+                    [
+                        f"http.api_key_file: required because the socket that systemd passed,"
+                        f" {name}, is not on a loopback address; name a file with keys, or set"
+                        " http.allow_unauthenticated = true"
+                    ]
+                )
 
     def _build(self, launch: Launch, slots: SlotFiles, guard: Guard) -> None:
         config = self._config
@@ -212,14 +297,15 @@ class Daemon:
             load_timeout_s=config.backend.load_timeout_s,
             restart_max=config.backend.restart_max,
             on_change=self._tell_manager,
+            clients_wait=self._port_is_passed,
         )
-        lock = DeviceLock(config.lock.path) if config.lock.enabled else None
+        self._lock = DeviceLock(config.lock.path) if config.lock.enabled else None
         self._handoffs = Handoffs(
             config,
             self._supervisor,
             self._admission,
             slots,
-            lock,
+            self._lock,
             guard,
             self._history,
             self._environ,
@@ -238,23 +324,32 @@ class Daemon:
         self,
         control_sockets: Sequence[socket.socket],
         public_sockets: Sequence[socket.socket],
-        keys: tuple[str, ...],
     ) -> None:
-        app = PublicApp(self._handoffs, self._config.http, keys, lambda: self._view.draining)
-        control_app: Any = create_control_app(self._view)
-        public = _Service(HttpServer(app, public_sockets).run)
+        app = self._app = PublicApp(
+            self._handoffs, self._config.http, self._keys, lambda: self._view.draining
+        )
+        control_app: Any = create_control_app(self._view, self._reloads.reload)
+        public_server = HttpServer(app, public_sockets)
+        public = _Service(public_server.run)
         control = _Service(HttpServer(control_app, control_sockets).run)
         handoffs = _Service(self._handoffs.runs.run)
         decoder = _Service(self._run_decoder)
+        reloads = _Service(self._reloads.run)
         async with trio.open_nursery() as nursery:
             await nursery.start(self._watch_signals)
             nursery.start_soon(self._notify)
+            await reloads.start(nursery)
             await control.start(nursery)
             await public.start(nursery)
             handoffs.start_soon(nursery)
             self._announce()
             decoder.start_soon(nursery)
             await self._stop_asked.wait()
+            await reloads.stop()
+            if self._port_is_passed:
+                # Whoever comes now waits in the socket's backlog for the next onebitd.
+                public_server.stop_accepting()
+                await trio.sleep(_ARRIVE_S)
             await self._drain(app)
             await public.stop()
             await decoder.stop()
@@ -271,17 +366,39 @@ class Daemon:
             line=f"onebitd {__version__} listens on {', '.join(self._listen)}, "
             f"instance {config.instance}, model {config.model.alias}",
         )
-        if config.provider.program is None:
-            log.warning(
-                "no_provider",
-                line="no prefill provider is configured (provider.program): "
-                "the decoder prefills every prompt",
-            )
-        if config.handoff.share:
-            log.warning(
-                "share_not_there",
-                line="handoff.share is set, but this version hands over by state file only",
-            )
+        for event, line in _remarks(config):
+            log.warning(event, line=line)
+
+    async def take_over(self, merged: Merged, keys: tuple[str, ...]) -> Sequence[str]:
+        """Have every part use a new configuration from now on; return warnings about it.
+
+        Only the device lock may take its time, when it is to be held for the daemon's life.
+
+        Raises:
+            ConfigError: the log's format cannot be had; nothing has changed.
+        """
+        config, before = merged.config, self._config
+        if config.log != before.log:
+            try:
+                logsetup.configure(config.log.format, config.log.level)
+            except OSError as error:
+                raise ConfigError([f"log.format: no way to the journal: {error}"]) from error
+        if config.lock.path != before.lock.path and config.lock.enabled:
+            self._lock = DeviceLock(config.lock.path)
+        self._config, self._keys = config, keys
+        self._admission.max_pending = config.http.max_pending
+        self._supervisor.reconfigure(
+            load_timeout_s=config.backend.load_timeout_s, restart_max=config.backend.restart_max
+        )
+        self._handoffs.reconfigure(config, self._lock)
+        self._app.reconfigure(config.http, keys)
+        self._view.reconfigure(config)
+        old = _remarks(before)
+        remarks = [line for event, line in _remarks(config) if (event, line) not in old]
+        why_not = await self._handoffs.runs.hold_for_life(min(config.lock.wait_s, _RELOAD_LOCK_S))
+        if why_not is not None:
+            remarks.append(f"lock.hold: {why_not.detail}")
+        return remarks
 
     async def _run_decoder(self, *, task_status: trio.TaskStatus[None]) -> None:
         try:
@@ -305,7 +422,7 @@ class Daemon:
             async for number in signals:
                 name = signal.Signals(number).name
                 if number == signal.SIGHUP and not sys.stderr.isatty():
-                    log.warning("ignored", line="SIGHUP: this version has no reload; restart it")
+                    self._reloads.ask()
                     continue
                 if self._stop_asked.is_set():
                     log.warning("hurry", line=f"{name} again: running replies are cut off")
@@ -325,7 +442,7 @@ class Daemon:
     async def _drain(self, app: PublicApp) -> None:
         """Let running replies finish, within the time for it; turn everybody else away."""
         self._view.draining = True
-        self._admission.close()
+        self._admission.close(keep_waiting=self._port_is_passed)
         self._manager.stopping(self._view.line())
         if self._failure is None:
             async with trio.open_nursery() as nursery:
@@ -361,6 +478,27 @@ class Daemon:
 
     def _tell_manager(self) -> None:
         self._manager.status(self._view.line())
+
+
+def _remarks(config: Config) -> list[tuple[str, str]]:
+    """Return (event, line) of what a configuration may well be, but was perhaps not meant to be."""
+    remarks = []
+    if config.provider.program is None:
+        remarks.append(
+            (
+                "no_provider",
+                "no prefill provider is configured (provider.program): "
+                "the decoder prefills every prompt",
+            )
+        )
+    if config.handoff.share:
+        remarks.append(
+            (
+                "share_not_there",
+                "handoff.share is set, but this version hands over by state file only",
+            )
+        )
+    return remarks
 
 
 def _address_of(listener: socket.socket) -> str:

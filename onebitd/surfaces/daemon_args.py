@@ -11,7 +11,13 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NoReturn
 
 from onebitd import __version__
-from onebitd.adapters.config_file import SYSTEM_DIRECTORY, ConfigFileMissing, load, path_for
+from onebitd.adapters.config_file import (
+    SYSTEM_DIRECTORY,
+    ConfigFileMissing,
+    credentials,
+    load,
+    path_for,
+)
 from onebitd.adapters.config_file import check_files as check_files  # used along with load_config
 from onebitd.core.backend_args import environment_refusals, refusals
 from onebitd.core.config import INSTANCE_NAME, SETTINGS, Config
@@ -185,7 +191,8 @@ def load_config(
 
     Args:
         args: what `parse` returned.
-        environ: the process environment; relative paths in it are taken from `cwd`.
+        environ: the process environment; relative paths in it are taken from `cwd`, and its
+            CREDENTIALS_DIRECTORY is where systemd's credentials are.
         directory: replaces /etc/onebitd.
         cwd: None means the process's working directory.
 
@@ -222,6 +229,7 @@ def load_config(
         file_name=name,
         flags=flags,
         environ=_absolute_paths(environ, cwd or Path.cwd()),
+        credentials=credentials(environ),
         extra_problems=problems,
     )
 

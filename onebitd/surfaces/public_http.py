@@ -21,7 +21,6 @@ from onebitd.core.backend_state import BackendState
 from onebitd.core.config import HttpConfig, Policy
 from onebitd.core.errors import BackendError, RequestError
 from onebitd.services.handoff import Handoffs
-from onebitd.services.supervisor import PATIENCE_S
 from onebitd.surfaces.asgi_shield import shield_final_send
 from onebitd.surfaces.relay import Client, ClientGone
 
@@ -43,6 +42,14 @@ class _Polled:
     body: bytes
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rules:
+    """What a request is held against, from its head to its end: `[http]` and the API keys."""
+
+    config: HttpConfig
+    keys: tuple[bytes, ...]
+
+
 class PublicApp:
     """The ASGI application of the public listener.
 
@@ -61,13 +68,16 @@ class PublicApp:
         is_draining: Callable[[], bool],
     ) -> None:
         self._handoffs = handoffs
-        self._config = config
-        self._keys = tuple(key.encode() for key in api_keys)
+        self._rules = _Rules(config, tuple(key.encode() for key in api_keys))
         self._is_draining = is_draining
         self._health: Any = shield_final_send(self._health_app())
         self._polled: dict[bytes, _Polled] = {}
         self._polling = trio.Lock()
         self._running: set[trio.CancelScope] = set()
+
+    def reconfigure(self, config: HttpConfig, api_keys: tuple[str, ...]) -> None:
+        """Hold the requests to come against these; those that run keep theirs."""
+        self._rules = _Rules(config, tuple(key.encode() for key in api_keys))
 
     async def __call__(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
@@ -91,6 +101,7 @@ class PublicApp:
         if path in ("/health", "/v1/health") and scope["method"] in ("GET", "HEAD"):
             await self._health(scope, receive, send)
             return
+        rules = self._rules
         client = Client(scope, receive, send)
         headers = dict(client.headers)
         request_id = guards.request_id_of(headers) or secrets.token_hex(8)
@@ -98,9 +109,9 @@ class PublicApp:
         with trio.CancelScope() as running:
             self._running.add(running)
             try:
-                self._check_access(client, headers)
-                body = await client.read_body(self._config.max_body_mib << 20)
-                await self._route(client, body, request_id)
+                _check_access(rules, client, headers)
+                body = await client.read_body(rules.config.max_body_mib << 20)
+                await self._route(rules, client, body, request_id)
             except RequestError as error:
                 await client.send_error(error, added)
             except BackendError as error:
@@ -121,63 +132,35 @@ class PublicApp:
             )
             await client.send_error(stopping, added)
 
-    def _check_access(self, client: Client, headers: dict[bytes, bytes]) -> None:
-        config = self._config
-        host = headers.get(b"host", b"").decode("latin-1")
-        if not guards.host_allowed(host, config.host, config.allowed_hosts):
-            raise RequestError(
-                403,
-                f"host {host[:100]!r} is not served here (http.allowed_hosts)",
-                kind="permission_error",
-            )
-        raw = headers.get(b"origin")
-        origin = None if raw is None else raw.decode("latin-1")
-        if not guards.origin_allowed(origin, config.allowed_origins):
-            raise RequestError(
-                403,
-                f"pages of {str(origin)[:100]!r} may not use this API (http.allowed_origins)",
-                kind="permission_error",
-            )
-        # A browser asks without its key whether it may ask with it.
-        if client.method != b"OPTIONS" and not guards.key_allowed(headers, self._keys):
-            raise RequestError(401, "Invalid API Key", kind="authentication_error")
-        if not guards.target_is_plain(client.target):
-            raise RequestError(400, "the request target must be a plain path")
-        why = guards.forbidden(client.method.decode(), client.path)
-        if why is not None:
-            raise RequestError(
-                403,
-                f"{client.method.decode()} {client.path[:100]} is not allowed: {why}",
-                kind="permission_error",
-            )
-
-    async def _route(self, client: Client, body: bytes, request_id: str) -> None:
+    async def _route(self, rules: _Rules, client: Client, body: bytes, request_id: str) -> None:
         method = client.method.decode()
+        keys = (b"authorization", b"x-api-key") if rules.keys else ()
+        headers = client.forwarded_headers(drop=(*_OWN_HEADERS, *keys))
         if method == "POST" and client.path in request.HANDOFF_PATHS:
             if len(body) > _PARSE_INLINE_BYTES:
                 parsed = await trio.to_thread.run_sync(request.parse, client.path, body)
             else:
                 parsed = request.parse(client.path, body)
-            client.keepalive_s = self._config.keepalive_s if parsed.stream else 0.0
-            await self._hand_off(client, body, parsed, request_id)
+            client.keepalive_s = rules.config.keepalive_s if parsed.stream else 0.0
+            await self._hand_off(client, headers, body, parsed, request_id)
         elif guards.asked_once_a_second(method, client.path):
-            await client.run(partial(self._answer_polled, client))
+            await client.run(partial(self._answer_polled, client, headers))
         elif guards.needs_slot(method, client.path):
-            await client.run(partial(self._pass_with_slot, client, body, request_id))
+            await client.run(partial(self._pass_with_slot, client, headers, body, request_id))
         else:
-            await client.run(partial(self._pass, client, body))
-
-    def _forwarded(self, client: Client) -> Headers:
-        keys = (b"authorization", b"x-api-key") if self._keys else ()
-        return client.forwarded_headers(drop=(*_OWN_HEADERS, *keys))
+            await client.run(partial(self._pass, client, headers, body))
 
     async def _hand_off(
-        self, client: Client, body: bytes, parsed: request.ParsedRequest, request_id: str
+        self,
+        client: Client,
+        headers: Headers,
+        body: bytes,
+        parsed: request.ParsedRequest,
+        request_id: str,
     ) -> None:
         exchange = self._handoffs.exchange(
             client.path, parsed, _wanted_policy(client), request_id, lambda: client.gone
         )
-        headers = self._forwarded(client)
 
         async def send(reply: Reply) -> BackendError | None:
             return await client.send_reply(
@@ -202,26 +185,32 @@ class PublicApp:
             await client.send_error(_bad_gateway(error), exchange.reply_headers())
 
     async def _pass(
-        self, client: Client, body: bytes, on_end: Callable[[], None] = lambda: None
+        self,
+        client: Client,
+        headers: Headers,
+        body: bytes,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        facts = await self._handoffs.supervisor.wait_ready(PATIENCE_S)
-        reply = await facts.server.open(client.method, client.target, self._forwarded(client), body)
+        facts = await self._handoffs.supervisor.wait_ready_for_client()
+        reply = await facts.server.open(client.method, client.target, headers, body)
         try:
             await client.send_reply(reply, [], on_end=on_end)
         finally:
             reply.close()
 
-    async def _pass_with_slot(self, client: Client, body: bytes, request_id: str) -> None:
+    async def _pass_with_slot(
+        self, client: Client, headers: Headers, body: bytes, request_id: str
+    ) -> None:
         ticket = self._handoffs.admission.enter(request_id)
         try:
-            await self._handoffs.supervisor.wait_ready(PATIENCE_S)
+            await self._handoffs.supervisor.wait_ready_for_client()
             await ticket.wait_slot()
             ticket.phase = "decode"
-            await self._pass(client, body, on_end=ticket.leave)
+            await self._pass(client, headers, body, on_end=ticket.leave)
         finally:
             ticket.leave()
 
-    async def _answer_polled(self, client: Client) -> None:
+    async def _answer_polled(self, client: Client, headers: Headers) -> None:
         """Answer from the last answer to this target, or ask; the decoder once a second at most.
 
         The rule is one for a path, whatever the query: other targets wait for their turn.
@@ -231,16 +220,16 @@ class PublicApp:
             if polled is None or trio.current_time() - polled.at >= _POLL_CACHE_S:
                 last = max((one.at for one in self._polled.values()), default=-math.inf)
                 await trio.sleep_until(min(last + _POLL_CACHE_S, trio.current_time() + 1.0))
-                polled = await self._poll(client)
+                polled = await self._poll(client, headers)
                 # Every query string is a target of its own; only the last few are worth keeping.
                 if len(self._polled) >= 8:
                     self._polled.clear()
                 self._polled[client.target] = polled
         await client.send_whole(polled.status, polled.headers, polled.body)
 
-    async def _poll(self, client: Client) -> _Polled:
-        facts = await self._handoffs.supervisor.wait_ready(PATIENCE_S)
-        reply = await facts.server.open(b"GET", client.target, self._forwarded(client), b"")
+    async def _poll(self, client: Client, headers: Headers) -> _Polled:
+        facts = await self._handoffs.supervisor.wait_ready_for_client()
+        reply = await facts.server.open(b"GET", client.target, headers, b"")
         try:
             body = await reply.read_all()
         finally:
@@ -261,8 +250,7 @@ class PublicApp:
                 message = "onebitd is stopping"
             elif supervisor.last_exit is not None:
                 # Its last words are for the operator alone: they may quote a request.
-                ended = supervisor.last_exit.reason.partition(":")[0]
-                message = f"the decoder is restarting: {ended}"
+                message = f"the decoder is restarting: {supervisor.last_exit.brief}"
             error = {"message": message, "type": "unavailable_error", "code": 503}
             return {"error": error}, 503
 
@@ -270,6 +258,37 @@ class PublicApp:
 
 
 PATIENCE_RETRY_S = 5
+
+
+def _check_access(rules: _Rules, client: Client, headers: dict[bytes, bytes]) -> None:
+    config = rules.config
+    host = headers.get(b"host", b"").decode("latin-1")
+    if not guards.host_allowed(host, config.host, config.allowed_hosts):
+        raise RequestError(
+            403,
+            f"host {host[:100]!r} is not served here (http.allowed_hosts)",
+            kind="permission_error",
+        )
+    raw = headers.get(b"origin")
+    origin = None if raw is None else raw.decode("latin-1")
+    if not guards.origin_allowed(origin, config.allowed_origins):
+        raise RequestError(
+            403,
+            f"pages of {str(origin)[:100]!r} may not use this API (http.allowed_origins)",
+            kind="permission_error",
+        )
+    # A browser asks without its key whether it may ask with it.
+    if client.method != b"OPTIONS" and not guards.key_allowed(headers, rules.keys):
+        raise RequestError(401, "Invalid API Key", kind="authentication_error")
+    if not guards.target_is_plain(client.target):
+        raise RequestError(400, "the request target must be a plain path")
+    why = guards.forbidden(client.method.decode(), client.path)
+    if why is not None:
+        raise RequestError(
+            403,
+            f"{client.method.decode()} {client.path[:100]} is not allowed: {why}",
+            kind="permission_error",
+        )
 
 
 def _wanted_policy(client: Client) -> Policy | None:

@@ -61,12 +61,23 @@ class StatusView:
         self.history = history
         self.draining = False
 
+    def reconfigure(self, config: Config) -> None:
+        """Show a new configuration from now on."""
+        self._config = config
+
     def line(self) -> str:
-        """Return the state as one line, for `systemctl status`."""
+        """Return the state as one line, for `systemctl status`.
+
+        It may be shown to everybody, so the decoder's last words, which may quote a prompt, stay
+        out of it.
+        """
         state, detail = self.state()
         if state == "ready":
             return f"ready on {', '.join(self._listen)}"
-        return f"{state}: {detail}" if detail else state
+        last_exit = self._supervisor.last_exit
+        if state == "restarting" and last_exit is not None:
+            return f"restarting the decoder: {last_exit.brief}"
+        return f"{state} {detail}" if detail else state
 
     def state(self) -> tuple[str, str | None]:
         """Return the state, one of control_api.STATES, and what is to be said about it."""

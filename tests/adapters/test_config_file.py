@@ -16,6 +16,8 @@ from onebitd.adapters.config_file import (
     MAX_FILE_BYTES,
     ConfigFileMissing,
     check_files,
+    credentials,
+    is_fatal,
     load,
     path_for,
     read_api_keys,
@@ -327,3 +329,33 @@ def test_check_files_lock_is_not_looked_at_when_none_is_taken(tmp_path: Path) ->
         environ={"NPU_NO_DEVICE_LOCK": "1"},
     )
     assert check_files(given) == []
+
+
+def test_credentials_are_those_that_are_there(tmp_path: Path) -> None:
+    """No directory, no file, a relative directory: none; the path is absolute."""
+    assert credentials({}) == {}
+    environ = {"CREDENTIALS_DIRECTORY": str(tmp_path)}
+    assert credentials(environ) == {}
+    assert credentials({"CREDENTIALS_DIRECTORY": str(tmp_path / "no")}) == {}
+    (tmp_path / "api-key").write_text("k")
+    (tmp_path / "another").write_text("k")
+    assert credentials(environ) == {"api-key": str(tmp_path / "api-key")}
+    assert credentials({"CREDENTIALS_DIRECTORY": os.path.relpath(tmp_path)}) == {}
+
+
+def test_credentials_that_cannot_be_looked_at_count(tmp_path: Path) -> None:
+    """Whoever then reads the keys fails; serving without keys would be the worse mistake."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o600)
+        with without_root():
+            assert credentials({"CREDENTIALS_DIRECTORY": name}) == {"api-key": f"{name}/api-key"}
+            with pytest.raises(ConfigError, match="permission denied"):
+                read_api_keys(Path(name) / "api-key")
+
+
+def test_is_fatal_is_all_but_what_only_handoffs_need() -> None:
+    """A missing provider or lock costs handoffs, anything else the start."""
+    assert not is_fatal("provider.program: /p: no such file")
+    assert not is_fatal("lock.path: /l: no such directory")
+    assert is_fatal("http.api_key_file: /k: holds no API key")
+    assert is_fatal("model.path: /m: no such file")

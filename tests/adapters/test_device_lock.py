@@ -417,8 +417,8 @@ async def test_lock_without_permission_is_unusable(shared_dir: Path, kind: str) 
         ("fifo", "is not a regular file; remove it"),
         ("socket", "is a socket or a fifo; remove it"),
         ("directory", "is a directory; remove it"),
-        ("hardlink", "has 2 names"),
-        ("no directory", "its directory does not exist"),
+        ("hardlink", "has 2 names (hard links); remove it, or set lock.path"),
+        ("no directory", "its directory does not exist; create it, or set lock.path"),
     ],
 )
 async def test_lock_not_a_plain_file_is_refused(tmp_path: Path, kind: str, words: str) -> None:
@@ -466,3 +466,247 @@ async def test_lock_created_file_has_its_mode_and_stays(lock_path: Path, umask: 
     finally:
         os.umask(old)
     assert lock_path.exists()
+
+
+class Opens:
+    """Records how the lock's file is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.flags: list[int] = []
+        self._real = os.open
+        monkeypatch.setattr(os, "open", self)
+
+    def __call__(self, path: str | os.PathLike[str], flags: int, mode: int = 0o777) -> int:
+        """Note it and open."""
+        self.flags.append(flags)
+        return self._real(path, flags, mode)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+async def test_lock_is_opened_without_o_creat_and_created_with_o_excl(
+    lock_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    """With fs.protected_regular O_CREAT fails on another user's file; a plain open does not."""
+    if exists:
+        lock_path.touch()
+    opens = Opens(monkeypatch)
+    async with DeviceLock(lock_path).held_for(0):
+        pass
+    assert not opens.flags[0] & os.O_CREAT
+    assert [bool(flags & os.O_CREAT) for flags in opens.flags[1:]] == ([] if exists else [True])
+    for flags in opens.flags:
+        assert flags & os.O_NOFOLLOW
+        assert flags & os.O_CLOEXEC
+        assert bool(flags & os.O_CREAT) == bool(flags & os.O_EXCL)
+
+
+TURNS = 12
+BY_A_DAEMON = """
+import os, sys, trio
+from onebitd.adapters.device_lock import DeviceLock
+
+async def main():
+    lock = DeviceLock(sys.argv[1])
+    for _ in range(int(sys.argv[3])):
+        async with lock.held_for(60):
+            os.mkdir(sys.argv[2])
+            assert open(sys.argv[1]).read().startswith(f"onebitd pid={os.getpid()} ")
+            await trio.sleep(0.002)
+            os.rmdir(sys.argv[2])
+        await trio.sleep(0.004)
+
+trio.run(main)
+"""
+BY_AN_ENGINE_THAT_DECLARES_ITSELF = """
+import fcntl, os, sys, time
+for _ in range(int(sys.argv[3])):
+    fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o660)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    os.pwrite(fd, f"engine pid={os.getpid()} start=2026-01-31T12:00:00Z\\n".encode(), 0)
+    os.mkdir(sys.argv[2])
+    time.sleep(0.002)
+    os.rmdir(sys.argv[2])
+    os.ftruncate(fd, 0)
+    os.close(fd)
+    time.sleep(0.02)
+"""
+BY_FLOCK_1 = """
+for turn in $(seq "$3"); do
+    flock "$1" sh -c 'mkdir "$0" && sleep 0.002 && rmdir "$0"' "$2" || exit 1
+    sleep 0.02
+done
+"""
+
+
+def test_lock_daemons_an_engine_and_flock_1_take_turns(lock_path: Path) -> None:
+    """Two daemons, the engine's way to open it and flock(1): never two at once, each its turns."""
+    inside = lock_path.with_name("inside")  # mkdir fails when somebody else is inside
+    arguments = [str(lock_path), str(inside), str(TURNS)]
+    python = [sys.executable, "-c"]
+    commands = [
+        [*python, BY_A_DAEMON],
+        [*python, BY_A_DAEMON],
+        [*python, BY_AN_ENGINE_THAT_DECLARES_ITSELF],
+        ["sh", "-c", BY_FLOCK_1, "sh"],
+    ]
+    processes = [subprocess.Popen([*command, *arguments]) for command in commands]
+    try:
+        assert [process.wait(120) for process in processes] == [0, 0, 0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert not inside.exists()
+    assert lock_path.read_bytes() == b""
+
+
+def dead_pid() -> int:
+    """Return the number of a process that is gone."""
+    with subprocess.Popen(["true"]) as process:
+        pass
+    return process.pid
+
+
+async def test_clear_stale_line_of_a_dead_process_is_cleared_and_told(lock_path: Path) -> None:
+    """The file is empty afterwards, still there, and nobody has it."""
+    line = f"onebitd pid={dead_pid()} start=2026-01-31T12:00:00Z"
+    lock_path.write_text(line + "\n")
+    inode = lock_path.stat().st_ino
+    assert DeviceLock(lock_path).clear_stale() == line
+    assert lock_path.read_bytes() == b""
+    assert lock_path.stat().st_ino == inode
+    assert outsider_gets_it(lock_path)
+    assert str(lock_path) not in open_fds()
+    assert DeviceLock(lock_path).clear_stale() is None
+
+
+async def test_clear_stale_own_number_was_an_earlier_process(lock_path: Path) -> None:
+    """In a container every start has the same number: the line is none of this process's."""
+    lock_path.write_text(f"onebitd pid={os.getpid()} start=x\n")
+    lock = DeviceLock(lock_path)
+    assert lock.clear_stale() is not None
+    async with lock.held_for(0):
+        assert lock.clear_stale() is None
+        assert lock_path.read_text().startswith("onebitd pid=")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "\n", "no owner line\n", "[http]\nport = 1\n", f"ppl-ids pid={os.getppid()} start=x\n"],
+    ids=["empty", "blank", "text", "toml", "living owner"],
+)
+async def test_clear_stale_what_is_no_line_of_a_dead_process_stays(
+    lock_path: Path, text: str
+) -> None:
+    """Least of all the declaration of a script that is at it; the flock is not even tried."""
+
+    class Untried(DeviceLock):
+        def _is_at_path(self, fd: int) -> bool:
+            raise AssertionError("the lock was taken")
+
+    lock_path.write_text(text)
+    assert Untried(lock_path).clear_stale() is None
+    assert lock_path.read_text() == text
+
+
+async def test_clear_stale_lock_that_is_held_is_left_alone_at_once(
+    lock_path: Path, engine: subprocess.Popen[bytes]
+) -> None:
+    """An engine writes no line: the dead one in the file is not ours to clear while it runs."""
+    line = f"onebitd pid={dead_pid()} start=x\n"
+    lock_path.write_text(line)
+    assert engine.poll() is None
+    assert DeviceLock(lock_path).clear_stale() is None  # it would hang here if it waited
+    assert lock_path.read_text() == line
+
+
+@pytest.mark.parametrize(
+    "kind", ["missing", "symlink", "fifo", "directory", "hardlink", "no directory"]
+)
+async def test_clear_stale_touches_nothing_but_a_plain_file(tmp_path: Path, kind: str) -> None:
+    """It creates nothing, follows nothing, waits for nothing, and says nothing."""
+    path, target = tmp_path / "lock", tmp_path / "target"
+    line = f"onebitd pid={dead_pid()} start=x\n"
+    target.write_text(line)
+    if kind == "symlink":
+        path.symlink_to(target)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "hardlink":
+        os.link(target, path)
+    elif kind == "no directory":
+        path = tmp_path / "none" / "lock"
+    before = sorted(entry.name for entry in tmp_path.iterdir())
+    assert DeviceLock(path).clear_stale() is None
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == before
+    assert target.read_text() == line
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[http]\nport = 1\n", "\n\nsome notes\n", " \n" * 200, "GGUF\0\0\0\3"],
+    ids=["toml", "blank first line", "long", "binary"],
+)
+async def test_lock_file_with_somebodys_text_is_locked_and_not_emptied(
+    lock_path: Path, text: str
+) -> None:
+    """A lock.path that names a file by mistake does not cost its contents (it did once)."""
+    lock_path.write_text(text)
+    async with DeviceLock(lock_path).held_for(0):
+        assert not outsider_gets_it(lock_path)
+        assert lock_path.read_text() == text
+    assert lock_path.read_text() == text
+
+
+async def test_lock_file_of_nuls_gets_its_line(lock_path: Path) -> None:
+    """What a crash of the machine leaves of a short file is no text of anybody's."""
+    lock_path.write_bytes(bytes(50))
+    async with DeviceLock(lock_path).held_for(0):
+        assert lock_path.read_text().startswith("onebitd pid=")
+    assert lock_path.read_bytes() == b""
+
+
+async def test_lock_file_made_again_by_tmpfiles_is_taken_by_a_member_of_its_group(
+    shared_dir: Path,
+) -> None:
+    """root:GROUP 0660 in a sticky directory, removed and made again under a holder: all works."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to become another user")
+    shared_dir.chmod(0o1777)
+    path = shared_dir / "npu.lock"
+    script = (
+        "import os, sys, trio\n"
+        "from onebitd.adapters.device_lock import DeviceLock\n"
+        "os.setgroups([54321]); os.setgid(65534); os.setuid(65534)\n"
+        "async def main():\n"
+        "    lock = DeviceLock(sys.argv[1])\n"
+        "    async with lock.held_for(0):\n"
+        "        print('held', flush=True)\n"
+        "        sys.stdin.readline()\n"
+        "        print(lock.still_ours(), flush=True)\n"
+        "    async with lock.held_for(0):\n"
+        "        print(lock.still_ours(), open(sys.argv[1]).read().split()[0], flush=True)\n"
+        "trio.run(main)\n"
+    )
+
+    def create() -> None:
+        path.touch()
+        os.chown(path, 0, 54321)
+        path.chmod(0o660)
+
+    create()
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        path.unlink()
+        create()
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.stdout.read() == b"False\nTrue onebitd\n"
+    info = path.stat()
+    assert (info.st_uid, info.st_gid, info.st_mode & 0o7777) == (0, 54321, 0o660)

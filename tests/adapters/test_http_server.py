@@ -106,18 +106,19 @@ async def reply(send: Any, body: bytes) -> None:
 class Served:
     """A running server: `connect` to it, `stop` it."""
 
-    def __init__(self, address: tuple[str, int], app: Echo) -> None:
+    def __init__(self, address: tuple[str, int], app: Echo, server: HttpServer) -> None:
         self.app = app
+        self.server = server
         self.scope = trio.CancelScope()
         self.stopped = trio.Event()
-        self._address = address
+        self.address = address
 
     async def connect(self, sent: bytes = b"", receive_buffer: int | None = None) -> Talk:
         """Open a connection and send something; the caller closes it."""
         client = trio.socket.socket()
         if receive_buffer is not None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        await client.connect(self._address)
+        await client.connect(self.address)
         talk = Talk(trio.SocketStream(client))
         await talk.stream.send_all(sent)
         return talk
@@ -186,7 +187,7 @@ async def serving(app: App | None = None, **options: float) -> AsyncIterator[Ser
     listener = socket.create_server(("127.0.0.1", 0))
     echo = Echo()
     server = HttpServer(app or echo, [listener], **options)
-    served = Served(listener.getsockname(), echo)
+    served = Served(listener.getsockname(), echo, server)
 
     async def run(*, task_status: trio.TaskStatus[None]) -> None:
         with served.scope:
@@ -314,6 +315,22 @@ async def test_http_server_stop_with_a_stalled_client_ends() -> None:
         await talk.stream.aclose()
 
 
+async def test_http_server_that_stopped_accepting_goes_on_with_its_connections() -> None:
+    """The listener is closed for newcomers; a running reply, and the next request, are served."""
+    async with serving() as served:
+        talk = await served.connect(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with talk.stream:
+            await served.app.started.wait()
+            served.server.stop_accepting()
+            await trio.testing.wait_all_tasks_blocked()
+            with trio.socket.socket() as late, pytest.raises(OSError, match="refused"):
+                await late.connect(served.address)
+            served.app.go.set()
+            assert (await talk.reply())[0] == 200
+            await talk.stream.send_all(b"GET /next HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await talk.reply())[2] == b"GET /next  "
+
+
 async def test_http_server_stop_closes_idle_connections() -> None:
     """Kept, fresh, or in the middle of a head: none of them holds it."""
     async with serving(keep_alive_s=3600.0) as served:
@@ -434,10 +451,11 @@ async def test_http_server_every_listener_is_served() -> None:
     """One application, two addresses."""
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     addresses = [listener.getsockname() for listener in listeners]
+    server = HttpServer(Echo(), listeners)
     async with trio.open_nursery() as nursery:
-        await nursery.start(HttpServer(Echo(), listeners).run)
+        await nursery.start(server.run)
         for address in addresses:
-            served = Served(address, Echo())
+            served = Served(address, Echo(), server)
             assert b"200" in await served.get("/")
         nursery.cancel_scope.cancel()
 

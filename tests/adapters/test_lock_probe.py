@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import os
 import subprocess
@@ -254,6 +255,61 @@ def test_probe_file_of_others_is_unusable_and_says_who_may(
     )
     assert done.stdout.startswith(b"False False it may not be opened by the user nobody: ")
     assert words in done.stdout.decode()
+
+
+def seen_by_nobody(path: Path) -> lock_probe.LockStatus:
+    """Return what a user sees who owns nothing there."""
+    script = (
+        "import os, sys\n"
+        "from onebitd.adapters import lock_probe\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "status = lock_probe.probe(sys.argv[1])\n"
+        "print(repr((status.held, status.usable, status.problem)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, check=True
+    )
+    held, usable, problem = ast.literal_eval(done.stdout.decode())
+    return lock_probe.LockStatus(str(path), True, held, None, problem, usable=usable)
+
+
+@pytest.mark.parametrize(
+    ("directory", "mode", "owner", "words"),
+    [
+        (0, 0o1777, 0, None),
+        (0, 0o0755, 0, None),
+        (0, 0o0755, 54321, None),
+        (65534, 0o1777, 65534, None),
+        (65534, 0o0700, 65534, None),
+        (0, 0o1777, 54321, "make root its owner (tmpfiles.d)"),
+        (54321, 0o1777, 0, "belongs to 54321, who can replace it, and then two would hold the"),
+        (54321, 0o0755, 54321, "belongs to 54321, who can replace it, and then two would hold"),
+        (0, 0o0777, 0, "lets everybody replace it, and then two would hold the lock: chmod +t"),
+    ],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
+def test_probe_file_that_others_can_replace_is_a_problem_but_usable(
+    directory: int, mode: int, owner: int, words: str | None
+) -> None:
+    """Root and the user itself may; anybody else who could make it two locks is named."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o711)
+        place = Path(name) / "place"
+        place.mkdir()
+        path = place / "lock"
+        path.touch()
+        path.chmod(0o666)
+        os.chown(path, owner, owner)
+        os.chown(place, directory, directory)
+        place.chmod(mode)
+        status = seen_by_nobody(path)
+    assert status.usable
+    assert not status.held
+    if words is None:
+        assert status.problem is None
+    else:
+        assert status.problem is not None
+        assert words in status.problem
 
 
 def test_command_of_long_one_ends_with_an_ellipsis() -> None:

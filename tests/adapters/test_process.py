@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 import trio
 import trio.testing
 
+from onebitd.adapters import process
 from onebitd.adapters.process import (
     Child,
     Guard,
@@ -129,6 +131,104 @@ async def test_spawn_child_has_a_private_umask_and_exactly_the_given_environment
     finally:
         del os.environ["ONEBIT_TEST_LEAK"]
     assert said.split() == ["0077", "[]"]
+
+
+def read_oom_score_adj(pid: int | str) -> int:
+    """Return what the kernel adds to the badness of a process."""
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+async def test_spawn_oom_score_adj_is_raised_without_privilege_and_ours_comes_back() -> None:
+    """As in the service: from below 0, which only systemd may set (where that can be tried)."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to give up a capability")
+    script = """
+import os, trio
+from onebitd.adapters import process
+own = "/proc/self/oom_score_adj"
+before = open(own).read()
+try:
+    with open(own, "w") as file:
+        file.write("-101")
+except PermissionError:
+    print("no privilege")
+
+async def main():
+    guard = process.Guard()
+    child = process.spawn(["/bin/cat", own], env={}, guard=guard, oom_score_adj=300)
+    await process.pump_lines(child.stdout, lambda line: print(line.decode()))
+    await child.wait_gone()
+    print("as before:", open(own).read() == before)
+    guard.close()
+
+trio.run(main)
+"""
+    drop = 'echo -100 >/proc/self/oom_score_adj; exec setpriv --bounding-set -sys_resource "$@"'
+    argv = [*SHELL, drop, "sh", sys.executable, "-c", script]
+    done = await trio.run_process(argv, capture_stdout=True, capture_stderr=True, cwd=ROOT)
+    assert done.stdout.decode().splitlines() == ["no privilege", "300", "as before: True"]
+
+
+@pytest.mark.parametrize("above", [0, 7, 1000], ids=["equal", "above", "far above"])
+async def test_spawn_oom_score_adj_is_raised_for_the_child_and_its_children(
+    guard: Guard, above: int
+) -> None:
+    """Whatever was inherited, the child is at least that likely a victim; so is a grandchild."""
+    own = read_oom_score_adj("self")
+    wanted = min(1000, own + above)
+    script = "cat /proc/self/oom_score_adj & cat /proc/$$/oom_score_adj; wait"
+    child = spawn([*SHELL, script], env=ENV, guard=guard, oom_score_adj=wanted)
+    assert read_oom_score_adj("self") == own
+    lines: list[bytes] = []
+    await pump_lines(child.stdout, lines.append)
+    await child.wait_gone()
+    assert lines == [str(wanted).encode()] * 2
+
+
+@pytest.mark.parametrize("setpriv", ["exit 127", None])
+async def test_guard_where_setpriv_does_not_work_programs_start_without_it(
+    setpriv: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system call filter without capset makes setpriv fail; that must not stop every child."""
+    if setpriv is not None:
+        (tmp_path / "setpriv").write_text(f"#!/bin/sh\n{setpriv}\n")
+        (tmp_path / "setpriv").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    guard = Guard()
+    try:
+        assert guard.death_signal == []
+        child = spawn(["/bin/sh", "-c", "exit 3"], env=ENV, guard=guard)
+        assert await child.wait() == 3
+        await child.wait_gone()
+    finally:
+        guard.close()
+
+
+async def test_spawn_oom_score_adj_never_lowers_what_was_inherited(guard: Guard) -> None:
+    """A daemon that somebody made a likely victim does not make its children safer than itself."""
+    own = read_oom_score_adj("self")
+    child = spawn([*SHELL, "exec sleep 3600"], env=ENV, guard=guard, oom_score_adj=own - 1)
+    try:
+        assert read_oom_score_adj(child.pid) == own
+    finally:
+        await child.stop(term_grace_s=5, kill_grace_s=5)
+
+
+async def test_spawn_oom_score_adj_that_proc_does_not_take_is_no_failure(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where /proc is read-only the program runs all the same."""
+    real = open
+
+    def refusing(path: str, mode: str = "r") -> object:
+        if path.endswith("oom_score_adj") and "w" in mode:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return real(path, mode)
+
+    monkeypatch.setattr(process, "open", refusing, raising=False)
+    child = spawn([*SHELL, "echo well"], env=ENV, guard=guard, oom_score_adj=1000)
+    assert await read_line(child) == b"well"
+    await child.wait_gone()
 
 
 @pytest.mark.parametrize(
@@ -398,6 +498,61 @@ async def test_pump_lines_endless_line_keeps_memory_bounded(guard: Guard) -> Non
     await child.wait_gone()
     assert lines == [b"x" * 8192, b"end"]
     assert peak < 2_000_000
+
+
+async def test_pump_lines_flood_others_get_their_turn_after_a_few_lines(guard: Guard) -> None:
+    """A child that writes as fast as it can does not keep the loop for itself.
+
+    One read of the shortest lines holds 32000 of them; they were handed over in one go once.
+    """
+    child = spawn([*SHELL, "exec yes"], env=ENV, guard=guard)
+    seen = 0
+    in_one_go: list[int] = []
+
+    def take(_line: bytes) -> None:
+        nonlocal seen
+        seen += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pump_lines, child.stdout, take)
+        while seen < 100_000:
+            before = seen
+            await trio.lowlevel.checkpoint()
+            in_one_go.append(seen - before)
+        nursery.cancel_scope.cancel()
+    assert await child.stop(term_grace_s=5, kill_grace_s=5)
+    assert max(in_one_go) <= 1000, max(in_one_go)
+
+
+async def test_pump_lines_cancelled_in_a_flood_hands_over_what_it_has_read() -> None:
+    """A cancel comes between two reads: the last words of a read are not lost."""
+    send, receive = trio.testing.memory_stream_one_way_pair()
+    lines: list[bytes] = []
+    with trio.CancelScope() as scope:
+
+        def take(line: bytes) -> None:
+            lines.append(line)
+            scope.cancel()
+
+        await send.send_all(b"x\n" * 5000 + b"last words\n")
+        await pump_lines(receive, take)
+    assert scope.cancelled_caught
+    assert len(lines) == 5001
+    assert lines[-1] == b"last words"
+
+
+async def test_pump_lines_cancelled_late_still_hands_over_the_last_words(guard: Guard) -> None:
+    """A loop that was held up until after the deadline reads what is in the pipe all the same."""
+    child = spawn([*SHELL, "sleep 3600 & echo last words; printf unended"], env=ENV, guard=guard)
+    stdout = child.stdout
+    await child.wait()
+    lines: list[bytes] = []
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await pump_lines(stdout, lines.append)
+    assert scope.cancelled_caught
+    assert lines == [b"last words", b"unended"]
+    assert await child.stop(term_grace_s=0, kill_grace_s=20)
 
 
 async def test_pump_lines_pipe_held_by_a_grandchild_can_be_given_up(guard: Guard) -> None:

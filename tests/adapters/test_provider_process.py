@@ -18,8 +18,10 @@ from onebitd.adapters.process import Child, Guard
 from onebitd.adapters.provider_process import ProviderResult, run_provider
 from onebitd.core.errors import HandoffError
 from onebitd.core.handoff import Reason
+from onebitd.services import supervisor
 from tests.harness import descendants, is_alive
 
+OWN_OOM_SCORE_ADJ = int(Path("/proc/self/oom_score_adj").read_text())
 ENV = {"PATH": os.environ["PATH"]}
 
 
@@ -106,6 +108,14 @@ async def test_run_provider_output_goes_to_the_log_line_by_line(run: Run) -> Non
     """Both streams, each line once, with the stream's name."""
     await run("echo one; echo two; echo three >&2")
     assert sorted(run.lines) == [("stderr", b"three"), ("stdout", b"one"), ("stdout", b"two")]
+
+
+async def test_run_provider_is_a_likelier_victim_than_the_decoder(run: Run) -> None:
+    """When memory runs out the provider goes first: that costs one prompt a fallback."""
+    await run("cat /proc/self/oom_score_adj")
+    [(_, line)] = run.lines
+    assert int(line) == max(OWN_OOM_SCORE_ADJ, 400)
+    assert provider_process._OOM_SCORE_ADJ > supervisor._OOM_SCORE_ADJ
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from tests.harness import (
     onebitd_argv,
     running_onebitd,
     wait_until,
+    with_sockets,
 )
 from tests.standins import tiny_decoder, tiny_state
 
@@ -188,6 +190,7 @@ def running_route(
     provider: bool = True,
     env: Mapping[str, str] | None = None,
     wait_ready: bool = True,
+    passed: Mapping[str, socket.socket] | None = None,
 ) -> Iterator[Route]:
     """Run onebitd on both stand-ins.
 
@@ -199,7 +202,7 @@ def running_route(
         decoder: more arguments of the stand-in decoder.
         provider: whether one is named.
         env: more environment.
-        wait_ready: see running_onebitd.
+        wait_ready, passed: see running_onebitd.
     """
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
@@ -221,6 +224,7 @@ def running_route(
             config=toml,
             env={"PATH": PATH, **(env or {})},
             wait_ready=wait_ready,
+            passed=passed,
         ) as daemon:
             slots = daemon.runtime / "slots" if state_dir is None else state_dir / "test"
             route = Route(daemon, home, slots)
@@ -287,19 +291,24 @@ class Background:
 
 
 def run_onebitd(
-    *args: str, runtime: Path, env: Mapping[str, str] | None = None
+    *args: str,
+    runtime: Path,
+    env: Mapping[str, str] | None = None,
+    passed: Mapping[str, socket.socket] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run onebitd to its end; for what ends by itself."""
-    return subprocess.run(
-        onebitd_argv(*args),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=clean_environ(runtime, PATH=PATH, **(env or {})),
-        cwd="/",
-    )
+    """Run onebitd to its end; for what ends by itself. `passed`: see running_onebitd."""
+    with with_sockets(onebitd_argv(*args), passed or {}) as (argv, more, fds):
+        return subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env=clean_environ(runtime, PATH=PATH, **(env or {}), **more),
+            cwd="/",
+            pass_fds=fds,
+        )
 
 
 def printed_backend(*args: str, runtime: Path, env: Mapping[str, str] | None = None) -> list[str]:

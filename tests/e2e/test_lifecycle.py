@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -29,6 +30,7 @@ from tests.e2e.rig import (
     running_rig,
     stalled_client,
 )
+from tests.e2e.standin_route import running_route
 from tests.harness import (
     RunningDaemon,
     clean_environ,
@@ -429,7 +431,7 @@ def test_stream_that_waits_gets_a_failure_as_an_event(shared: Rig) -> None:
 def test_sighup_is_survived(shared: Rig) -> None:
     """A signal that ends many programs does not end this one."""
     shared.daemon.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: shared.daemon.log_records("ignored"), "a line about it")
+    wait_until(lambda: shared.daemon.log_records("reloaded"), "a line about it")
     shared.assert_good()
 
 
@@ -473,3 +475,62 @@ def test_clients_that_come_and_go_leave_no_connection(shared: Rig) -> None:
     for thread in threads:
         thread.join()
     assert shared.settled_files() == before
+
+
+# --- a loop that hangs ----------------------------------------------------------------------
+
+
+def catches(pid: int, number: int) -> bool:
+    """Say whether a process has a handler of its own for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    [mask] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def wait_silent(manager: socket.socket) -> None:
+    """Read datagrams until none has come for as long as the socket's timeout."""
+    for _ in range(100):
+        try:
+            manager.recv(4096)
+        except TimeoutError:
+            return
+    raise AssertionError("they go on")
+
+
+def test_debug_hang_ends_the_watchdogs_food_and_its_sigabrt_shows_where(tmp_path: Path) -> None:
+    """A loop that hangs does not say WATCHDOG=1, and what systemd then sends prints its stack."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(30)
+        env = {
+            "NOTIFY_SOCKET": str(tmp_path / "notify"),
+            "WATCHDOG_USEC": "400000",
+            "ONEBIT_DEBUG_HANG": "1",
+            "PYTHONFAULTHANDLER": "1",
+        }
+        with running_route(env=env) as route:
+            process, children = route.daemon.process, route.daemon.children()
+            resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
+            for child in children:
+                assert b"ONEBIT_DEBUG_HANG" not in Path(f"/proc/{child}/environ").read_bytes()
+            fed = 0
+            while fed < 3:
+                fed += manager.recv(4096) == b"WATCHDOG=1"
+            process.send_signal(signal.SIGUSR2)
+            manager.settimeout(2)  # ten times as long as it takes a loop that turns
+            wait_silent(manager)
+            assert process.poll() is None
+            route.daemon.killed = True
+            process.send_signal(signal.SIGABRT)
+            status, log = wait_exit(route.daemon)
+            assert status == -signal.SIGABRT
+            stack = log[log.index("Fatal Python error: Aborted") :]
+            assert "in hang_on_purpose" in stack
+            wait_until(lambda: not any(map(is_alive, children)), "the end of its children", 10)
+
+
+def test_debug_hang_variable_empty_or_not_set_signal_is_left_alone() -> None:
+    """SIGUSR2 has no meaning for a daemon that nobody wants to hang."""
+    with running_route(env={"ONEBIT_DEBUG_HANG": ""}) as route:
+        assert catches(route.daemon.process.pid, signal.SIGTERM)
+        assert not catches(route.daemon.process.pid, signal.SIGUSR2)

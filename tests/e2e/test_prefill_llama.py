@@ -387,16 +387,20 @@ def test_provider_stopped_during_the_prefill_leaves_no_file_and_no_process(
         assert [path.name for path in short_path.iterdir()] == ["ids"]
 
 
-@pytest.mark.parametrize("with_setpriv", [True, False], ids=["setpriv", "no-setpriv"])
+@pytest.mark.parametrize("setpriv", ["there", "missing", "refused"])
 def test_provider_killed_during_the_prefill_takes_its_server_with_it(
-    with_setpriv: bool, smollm2: LlamaModel, short_path: Path
+    setpriv: str, smollm2: LlamaModel, short_path: Path, tmp_path: Path
 ) -> None:
     """SIGKILL leaves no process, with setpriv and without, and files only beside --out."""
     build = BUILDS[0]
     build.require()
-    if with_setpriv:
+    path = os.fspath(tmp_path)
+    if setpriv == "there":
         require_program("setpriv")
-    path = os.environ["PATH"] if with_setpriv else os.fspath(short_path)
+        path = os.environ["PATH"]
+    elif setpriv == "refused":
+        (tmp_path / "setpriv").write_text("#!/bin/sh\nexit 127\n")
+        (tmp_path / "setpriv").chmod(0o755)
     with provider_at_work(build, smollm2, short_path, PATH=path) as process:
         assert len(processes_about(short_path)) == 2
         process.kill()

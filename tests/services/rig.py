@@ -56,6 +56,7 @@ class Home:
         load_timeout_s: float = 20.0,
         restart_max: int = 5,
         on_change: Callable[[], None] = lambda: None,
+        clients_wait: bool = False,
     ) -> Supervisor:
         """Return a supervisor that does not run yet."""
         return Supervisor(
@@ -65,6 +66,7 @@ class Home:
             load_timeout_s=load_timeout_s,
             restart_max=restart_max,
             on_change=on_change,
+            clients_wait=clients_wait,
         )
 
 

@@ -125,6 +125,25 @@ async def test_admission_closed_turns_waiters_away_and_lets_the_holder_finish(
     assert (caught.value.status, caught.value.reason) == (503, Reason.DRAINING)
 
 
+async def test_admission_closed_with_its_waiters_kept_serves_them_in_order(
+    nursery: trio.Nursery,
+) -> None:
+    """Whoever is in the line keeps its place, and nobody new gets in."""
+    line = Line(nursery)
+    holder = await line.enter("a")
+    for name in "bc":
+        await line.enter(name)
+    await line.news()
+    line.admission.close(keep_waiting=True)
+    assert await line.news() == set()
+    with pytest.raises(RequestError) as caught:
+        line.admission.enter("d")
+    assert caught.value.reason == Reason.DRAINING
+    holder.leave()
+    assert await line.news() == {"b has the slot", "c may prefill"}
+    assert place_names(line.admission) == ("b", 1)
+
+
 async def test_admission_wait_empty_ends_with_the_last_leave(nursery: trio.Nursery) -> None:
     """An empty line is empty at once; a line that filled again is waited for again."""
     admission = Admission(4)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import trio
 import trio.testing
 
@@ -27,6 +28,7 @@ from onebitd.core.config import Policy
 from onebitd.core.config_resolve import resolve
 from onebitd.core.errors import BackendError, RequestError
 from onebitd.core.state_layout import Layout
+from onebitd.services import provider_runs
 from onebitd.services import supervisor as supervisor_module
 from onebitd.services.admission import Admission
 from onebitd.services.handoff import Handoffs
@@ -644,6 +646,92 @@ async def test_handoffs_lifetime_lock_is_held_between_runs_and_given_back_at_the
     assert not lock_is_held(rig.lock_path)
 
 
+def changed(rig: Rig, **lock: Any) -> None:
+    """Reconfigure the pipeline with other lock settings."""
+    config = rig.handoffs.config
+    config = dataclasses.replace(config, lock=dataclasses.replace(config.lock, **lock))
+    if config.lock.path != rig.lock.path:
+        rig.lock = DeviceLock(config.lock.path)
+    rig.handoffs.reconfigure(config, rig.lock)
+
+
+async def test_reconfigure_lock_for_life_is_taken_and_given_back(place: Home) -> None:
+    """With nothing on, both take effect before the call is over."""
+    async with rigged(place) as rig:
+        runs = rig.handoffs.runs
+        assert await runs.hold_for_life(0) is None
+        assert not rig.lock_path.exists()
+        changed(rig, hold="lifetime")
+        assert await runs.hold_for_life(0) is None
+        assert lock_is_held(rig.lock_path)
+        other = place.path / "other.lock"
+        changed(rig, path=str(other))
+        assert not lock_is_held(rig.lock_path)
+        assert await runs.hold_for_life(0) is None
+        assert (await rig.ask()).end == ("used", None)
+        assert lock_is_held(other)
+        changed(rig, hold="handoff")
+        assert not lock_is_held(other)
+        assert (await rig.ask()).end == ("used", None)
+        assert not lock_is_held(other)
+
+
+async def test_reconfigure_during_a_run_leaves_it_its_lock(place: Home) -> None:
+    """What is on keeps the device, under the name that it took it by, and frees that at its end."""
+    other = place.path / "other.lock"
+    async with rigged(place) as rig, trio.open_nursery() as nursery:
+        rig.mode("sleep:1")
+        nursery.start_soon(rig.ask)
+        while rig.provider_state() != "running":
+            await trio.sleep(0.01)
+        changed(rig, path=str(other), hold="lifetime")
+        why_not = await rig.handoffs.runs.hold_for_life(0.01)
+        assert why_not is not None
+        assert "a provider run is on" in why_not.detail
+        assert lock_is_held(rig.lock_path)
+        assert not other.exists()
+        assert await rig.handoffs.runs.hold_for_life(30) is None
+        assert (lock_is_held(rig.lock_path), lock_is_held(other)) == (False, True)
+        changed(rig, hold="handoff")
+        assert not lock_is_held(other)
+
+
+async def test_reconfigure_during_a_run_with_the_same_lock_keeps_or_frees_it_at_its_end(
+    place: Home,
+) -> None:
+    """Whether it is held for life is decided by what is configured when the run ends."""
+    async with rigged(place) as rig:
+        for hold in ("lifetime", "handoff"):
+            rig.mode("sleep:0.5")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(rig.ask)
+                while rig.provider_state() != "running":
+                    await trio.sleep(0.01)
+                changed(rig, hold=hold)
+                assert await rig.handoffs.runs.hold_for_life(0) is None
+                assert lock_is_held(rig.lock_path)
+            assert lock_is_held(rig.lock_path) is (hold == "lifetime")
+
+
+async def test_reconfigure_exchange_keeps_the_settings_that_it_began_with(place: Home) -> None:
+    """Provider and meaning of a failure are of one piece for each request."""
+    async with rigged(place, handoff={"on_failure": "error"}) as rig:
+        config = rig.handoffs.config
+        parsed = request.parse(COMPLETIONS, json.dumps({"prompt": PROMPT}).encode())
+        exchange = rig.handoffs.exchange(COMPLETIONS, parsed, None, "r1", lambda: False)
+        plain = dataclasses.replace(
+            config,
+            provider=dataclasses.replace(config.provider, program=None),
+            handoff=dataclasses.replace(config.handoff, on_failure="fallback"),
+        )
+        rig.handoffs.reconfigure(plain, rig.lock)
+        rig.mode("exit:3")
+        with pytest.raises(RequestError, match="provider_exit"):
+            async with exchange:
+                await exchange.open(b"POST", COMPLETIONS.encode(), [], b'{"prompt": "x"}')
+        assert (await rig.ask()).end == ("skipped", "no_provider")
+
+
 def lock_is_held(path: Path) -> bool:
     """Say whether somebody has the flock: another open file of ours is like another process."""
     with path.open("rb") as file:
@@ -709,3 +797,86 @@ async def test_exchange_no_room_for_the_state_falls_back(
         assert (await rig.ask()).end == ("fallback", "no_space")
         assert rig.provider_runs() == []
         assert rig.nothing_is_left()
+
+
+async def wait_for_event(logs: Sequence[Any], event: str) -> Any:
+    """Wait until a line with this event has been logged; return it."""
+    with trio.fail_after(30):
+        while True:
+            for entry in list(logs):
+                if entry["event"] == event:
+                    return entry
+            await trio.sleep(0.005)
+
+
+async def test_lifetime_lock_file_replaced_is_noticed_without_any_request(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new file is locked: until then the next comer would have had the device as well."""
+    monkeypatch.setattr(provider_runs, "_LOCK_CHECK_S", 0.02)
+    with structlog.testing.capture_logs() as logs:
+        async with rigged(place, lock={"hold": "lifetime"}) as rig:
+            await trio.sleep(0.1)
+            assert [entry for entry in logs if entry["event"].startswith("lock_")] == []
+            rig.lock_path.unlink()
+            rig.lock_path.touch(mode=0o660)
+            entry = await wait_for_event(logs, "lock_taken")
+            assert lock_is_held(rig.lock_path)
+            assert rig.lock_path.read_text().startswith("onebitd pid=")
+            assert (await rig.ask()).end == ("used", None)
+        assert not lock_is_held(rig.lock_path)
+    lost = [entry for entry in logs if entry["event"] == "lock_lost"]
+    assert [entry["line"] for entry in lost] == [
+        f"{rig.lock_path} was replaced; taking the new one"
+    ]
+    assert entry["log_level"] == "info"
+
+
+async def test_lifetime_lock_lost_to_another_process_is_told_once_and_tried_again(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests fall back meanwhile; the lock is had as soon as the other one lets go."""
+    monkeypatch.setattr(provider_runs, "_LOCK_CHECK_S", 0.02)
+    with structlog.testing.capture_logs() as logs:
+        async with rigged(place, lock={"hold": "lifetime"}) as rig:
+            rig.lock_path.unlink()
+            with rig.lock_path.open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                await wait_for_event(logs, "lock_not_taken")
+                assert (await rig.ask()).end == ("fallback", "lock_busy")
+                await trio.sleep(0.1)
+            await wait_for_event(logs, "lock_taken")
+            assert lock_is_held(rig.lock_path)
+    events = [entry["event"] for entry in logs if entry["event"].startswith("lock_")]
+    assert events == ["lock_lost", "lock_not_taken", "lock_taken"]
+
+
+async def test_lifetime_lock_not_had_at_the_start_no_run_without_it(place: Home) -> None:
+    """Every run that takes place has the lock and is told so; without it there is none."""
+    with place.path.joinpath("npu.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        async with rigged(place, lock={"hold": "lifetime"}) as rig:
+            assert (await rig.ask()).end == ("fallback", "lock_busy")
+            assert rig.provider_runs() == []
+            fcntl.flock(file, fcntl.LOCK_UN)
+            assert (await rig.ask()).end == ("used", None)
+            [run] = rig.provider_runs()
+            assert (run["no_device_lock"], run["lock_held"]) == ("1", True)
+            assert lock_is_held(rig.lock_path)
+
+
+@pytest.mark.parametrize("hold", ["handoff", "lifetime"])
+async def test_run_start_clears_the_line_of_a_dead_owner_and_says_so(
+    place: Home, hold: str
+) -> None:
+    """What a crash left in the lock file is gone with the next start, not with the next prompt."""
+    gone = await trio.lowlevel.open_process(["true"])
+    await gone.wait()
+    path = place.path / "npu.lock"
+    path.write_text(f"onebitd pid={gone.pid} start=x\n")
+    with structlog.testing.capture_logs() as logs:
+        async with rigged(place, lock={"hold": hold}):
+            assert f"pid={gone.pid} " not in path.read_text()
+    [entry] = [entry for entry in logs if entry["event"] == "lock_line_cleared"]
+    assert entry["log_level"] == "info"
+    assert entry["owner_line"] == f"onebitd pid={gone.pid} start=x"

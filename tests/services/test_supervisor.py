@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -288,8 +289,8 @@ async def test_wait_ready_first_load_is_refused_with_retry_after_when_there_is_n
 ) -> None:
     """Nobody knows how long a first load takes: 503 now, or wait for however long it takes."""
     supervisor = place.supervisor(place.launch("--load-delay", "0.7"))
-    with pytest.raises(RequestError, match="not running"):
-        await supervisor.wait_ready(5.0)
+    with pytest.raises(RequestError, match="Loading model"):
+        await supervisor.wait_ready(5.0)  # the loop has not come to its start yet
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
         await trio.testing.wait_all_tasks_blocked()
@@ -301,6 +302,30 @@ async def test_wait_ready_first_load_is_refused_with_retry_after_when_there_is_n
         assert error.retry_after_s == 5
         with trio.fail_after(30):
             assert await supervisor.wait_ready() is supervisor.facts
+        nursery.cancel_scope.cancel()
+    with pytest.raises(RequestError, match="not running"):
+        await supervisor.wait_ready()
+
+
+@pytest.mark.parametrize("clients_wait", [True, False])
+async def test_wait_ready_for_client_waits_for_a_load_only_where_clients_are_held(
+    place: Home, clients_wait: bool
+) -> None:
+    """Clients of a passed socket wait from before the first start; others hear 503 at once."""
+    supervisor = place.supervisor(place.launch("--load-delay", "0.7"), clients_wait=clients_wait)
+    got: list[BackendFacts | RequestError] = []
+
+    async def ask() -> None:
+        try:
+            got.append(await supervisor.wait_ready_for_client())
+        except RequestError as error:
+            got.append(error)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        await nursery.start(supervisor.run)
+        await trio.testing.wait_all_tasks_blocked()
+        assert got == [supervisor.facts] if clients_wait else isinstance(got[0], RequestError)
         nursery.cancel_scope.cancel()
 
 
@@ -390,3 +415,31 @@ async def test_supervisor_decoders_lines_are_logged_at_their_own_level(
         await failure(place.supervisor(launch))
     found = [(entry["log_level"], entry["line"]) for entry in logs if "output" in entry["event"]]
     assert found == [(level, f"llama-server: {line}")]
+
+
+def oom_score_adj(pid: int | None) -> int:
+    """Return what the kernel adds to the badness of a process."""
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+async def test_supervisor_decoder_is_the_preferred_victim_when_memory_runs_out(place: Home) -> None:
+    """The daemon survives it and starts a new one; it does not take that over from the unit."""
+    supervisor = place.supervisor()
+    async with running(supervisor):
+        found = oom_score_adj(supervisor.pid)
+    assert found == max(oom_score_adj(os.getpid()), 300)
+
+
+async def test_supervisor_flood_of_lines_is_cut_short_and_counted_at_its_end(place: Home) -> None:
+    """500 lines, then how many more there were; the last error is the reason all the same."""
+    flood = "yes '0.00.001.002 E srv: boom' | head -n 20000"
+    script = f"{flood}; echo '0.00.001.003 E srv: the last word'; exit 1"
+    with structlog.testing.capture_logs() as logs:
+        message = await failure(place.supervisor(place.launch(argv=[*SHELL, script])))
+    assert "status 1: srv: the last word" in message
+    lines = [entry for entry in logs if entry["event"] == "backend_output"]
+    notes = [entry for entry in logs if entry["event"] == "output_suppressed"]
+    assert 500 <= len(lines) < 5000
+    assert len(lines) + sum(note["count"] for note in notes) == 20001
+    assert notes[-1]["line"] == f"{notes[-1]['count']} lines of the decoder were left out"
+    assert {(note["source"], note["log_level"]) for note in notes} == {("decoder", "warning")}

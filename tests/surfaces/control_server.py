@@ -21,6 +21,7 @@ from onebitd.core.control_api import (
     ModelStatus,
     ProviderStatus,
     QueueStatus,
+    ReloadAnswer,
     SlotStatus,
     Status,
 )
@@ -71,12 +72,19 @@ class FakeView:
         self.history = History()
         self.changes: dict[str, Any] = {}
         self.broken = False
+        self.reloaded: ReloadAnswer | Exception = ReloadAnswer([], [], [])
 
     def status(self) -> Status:
         """Return a healthy status with the test's changes, or fail."""
         if self.broken:
             raise RuntimeError("planted")
         return make_status(history=self.history, **self.changes)
+
+    async def reload(self) -> ReloadAnswer:
+        """Answer, or raise, what the test put there."""
+        if isinstance(self.reloaded, Exception):
+            raise self.reloaded
+        return self.reloaded
 
     def config(self) -> dict[str, dict[str, Any]]:
         """Return four settings."""

@@ -20,6 +20,8 @@ import pytest
 import trio
 
 from onebitd import __version__
+from onebitd.core.control_api import ReloadAnswer
+from onebitd.core.errors import ConfigError
 from onebitd.core.handoff import Outcome, Reason
 from onebitd.surfaces.control_http import create_control_app
 from tests.surfaces.control_server import FakeView, make_record, serve_unix
@@ -49,7 +51,7 @@ async def served() -> AsyncGenerator[Served]:
     with tempfile.TemporaryDirectory(prefix="ob") as name, trio.fail_after(120):
         found = Served(Path(name), FakeView())
         found.socket.parent.mkdir(parents=True)
-        async with serve_unix(create_control_app(found.view), found.socket):
+        async with serve_unix(create_control_app(found.view, found.view.reload), found.socket):
             yield found
 
 
@@ -298,9 +300,45 @@ async def test_without_an_instance_the_only_running_one_is_asked(served: Served)
         assert f"dead ({dead}), {INSTANCE} ({served.socket})" in done.stderr
 
 
+async def test_reload_prints_what_has_changed_and_remarks_on_stderr(served: Served) -> None:
+    """A success, whatever still waits; --json is the daemon's object."""
+    keys, waiting = ["provider.timeout_s", "log.level"], ["model.path"]
+    served.view.reloaded = ReloadAnswer(keys, waiting, ["provider.program: /p: no such file"])
+    done = await served.run("reload")
+    assert (done.returncode, done.stdout) == (0, "reloaded: provider.timeout_s, log.level\n")
+    assert done.stderr.splitlines() == [
+        "onebitctl: needs a restart: model.path",
+        "onebitctl: warning: provider.program: /p: no such file",
+    ]
+    done = await served.run("reload", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == served.view.reloaded.to_json()
+
+
+async def test_reload_refused_is_exit_1_with_a_line_for_each_problem(served: Served) -> None:
+    """`systemctl reload` fails with it, and the journal has the reasons."""
+    served.view.reloaded = ConfigError(["x.toml: http.port: no\x1b[2J", "x.toml: a: unknown key"])
+    for more in ([], ["--json"]):
+        done = await served.run("reload", *more)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.splitlines() == [
+            "onebitctl: x.toml: http.port: no?[2J",
+            "onebitctl: x.toml: a: unknown key",
+            "onebitctl: the configuration was not reloaded, nothing has changed",
+        ]
+
+
+async def test_reload_of_a_daemon_that_fails_or_has_none_is_exit_1(served: Served) -> None:
+    """A fault of the daemon is no success either."""
+    served.view.reloaded = RuntimeError("planted")
+    done = await served.run("reload")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "answered 500: onebitd failed to answer; its log says why" in done.stderr
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("stat",), ("reload",), ("handoffs", "-n", "1001"), ("handoffs", "--outcome", "good")],
+    [(), ("stat",), ("restart",), ("handoffs", "-n", "1001"), ("handoffs", "--outcome", "good")],
 )
 async def test_usage_error_is_exit_2_on_stderr(arguments: tuple[str, ...]) -> None:
     """What does not exist in this version is a usage error too."""

@@ -17,6 +17,7 @@ import pytest
 import trio
 
 from onebitd import client
+from onebitd.core import paths
 from onebitd.core.errors import UsageError
 from onebitd.core.handoff import Outcome
 from onebitd.surfaces.control_http import create_control_app
@@ -77,7 +78,7 @@ async def test_client_real_server_answers_every_question(short_tmp: Path) -> Non
             return [next(records)["request_id"] for _ in range(2)]
 
     with trio.fail_after(60):
-        async with serve_unix(create_control_app(view), path):
+        async with serve_unix(create_control_app(view, view.reload), path):
             status = await trio.to_thread.run_sync(control.status)
             assert status == view.status().to_json()
             assert await trio.to_thread.run_sync(control.config) == view.config()
@@ -94,7 +95,7 @@ async def test_client_error_answer_carries_the_daemons_words(short_tmp: Path) ->
     path = short_tmp / "c"
     control = client.ControlClient(str(path))
     with trio.fail_after(60):
-        async with serve_unix(create_control_app(FakeView()), path):
+        async with serve_unix(create_control_app(FakeView(), FakeView().reload), path):
             with pytest.raises(client.BadAnswer, match="answered 400: limit=5000: must be"):
                 await trio.to_thread.run_sync(control.handoffs, 5000)
 
@@ -237,18 +238,39 @@ def test_choose_socket_named_instance_is_found_in_the_session_directory(short_tm
         assert client.choose_socket("test-own", environ, os.geteuid()) == str(path)
 
 
-def test_choose_socket_two_of_a_name_is_an_error_that_lists_both(short_tmp: Path) -> None:
-    """It never guesses between a system's and a user's instance."""
+def twins(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Return the sockets of a user's and of a system's instance of one name."""
     first, second = (short_tmp / side / "onebitd/twin/control.sock" for side in "ab")
-    environ = {
-        "XDG_RUNTIME_DIR": str(short_tmp / "a"),
-        "RUNTIME_DIRECTORY": str(second.parent),
-    }
+    system = PurePosixPath(second.parents[1])
+    monkeypatch.setattr(paths, "SYSTEM_RUNTIME", system)
+    return first, second
+
+
+def test_choose_socket_two_of_a_name_is_an_error_that_lists_both(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never guesses between a system's and a user's instance."""
+    first, second = twins(short_tmp, monkeypatch)
+    environ = {"XDG_RUNTIME_DIR": str(short_tmp / "a")}
     with listening(first), listening(second), pytest.raises(UsageError) as caught:
         client.choose_socket("twin", environ, os.geteuid())
     assert str(first) in str(caught.value)
     assert str(second) in str(caught.value)
     assert "--socket" in str(caught.value)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_choose_socket_program_of_a_service_asks_that_service(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch, side: int
+) -> None:
+    """The command that reloads a user's service does not stumble over the system's of that name."""
+    sockets = twins(short_tmp, monkeypatch)
+    environ = {
+        "XDG_RUNTIME_DIR": str(short_tmp / "a"),
+        "RUNTIME_DIRECTORY": str(sockets[side].parent),
+    }
+    with listening(sockets[0]), listening(sockets[1]):
+        assert client.choose_socket("twin", environ, os.geteuid()) == str(sockets[side])
 
 
 @pytest.mark.parametrize(

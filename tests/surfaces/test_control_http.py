@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import trio
 
+from onebitd.core.control_api import ReloadAnswer
+from onebitd.core.errors import ConfigError, RequestError
 from onebitd.core.handoff import Outcome, Reason
 from onebitd.services.history import FOLLOWER_RECORDS
 from onebitd.surfaces.control_http import create_control_app
@@ -74,7 +76,7 @@ async def control(tmp_path: Path) -> AsyncGenerator[Control]:
     view = FakeView()
     path = tmp_path / "control.sock"
     with trio.fail_after(60):
-        async with serve_unix(create_control_app(view), path) as scope:
+        async with serve_unix(create_control_app(view, view.reload), path) as scope:
             yield Control(path, view, scope)
 
 
@@ -157,19 +159,50 @@ async def test_handoffs_bad_parameter_is_a_400_that_names_it(
 
 async def test_unknown_path_is_a_json_404_that_lists_what_there_is(control: Control) -> None:
     """A later version's endpoint gets a clear answer from this one."""
-    status, _, body = await control.ask("/v1/reload", "POST")
+    status, _, body = await control.ask("/v1/restart", "POST")
     assert status == 404
     assert body["error"]["type"] == "not_found_error"
-    assert "/v1/reload" in body["error"]["message"]
+    assert "/v1/restart" in body["error"]["message"]
     assert "GET /v1/status" in body["error"]["message"]
 
 
 async def test_wrong_method_is_a_json_405_that_says_which(control: Control) -> None:
-    """The control API only reads."""
+    """Looking is GET; what changes something is POST."""
     status, headers, body = await control.ask("/v1/status", "POST")
     assert (status, body["error"]["code"]) == (405, 405)
     assert "use GET" in body["error"]["message"]
     assert "GET" in headers["allow"]
+    status, headers, body = await control.ask("/v1/reload")
+    assert (status, headers["allow"]) == (405, "OPTIONS, POST")
+    assert "use POST" in body["error"]["message"]
+
+
+async def test_reload_good_is_the_answer_in_its_order(control: Control) -> None:
+    """What has changed, what has not, and what will not work."""
+    control.view.reloaded = ReloadAnswer(["log.level"], ["model.path"], ["provider.program: no"])
+    status, _, body = await control.ask("/v1/reload", "POST")
+    assert status == 200
+    assert body == control.view.reloaded.to_json()
+    assert list(body) == ["changed", "needs_restart", "warnings"]
+
+
+async def test_reload_bad_configuration_is_a_422_with_every_problem(control: Control) -> None:
+    """A client need not take a sentence apart to show them one by one."""
+    control.view.reloaded = ConfigError(["x.toml: http.port: no", "x.toml: a: unknown key"])
+    status, _, body = await control.ask("/v1/reload", "POST")
+    error = body["error"]
+    assert (status, error["code"], error["type"]) == (422, 422, "invalid_request_error")
+    assert error["problems"] == ["x.toml: http.port: no", "x.toml: a: unknown key"]
+    assert "nothing has changed: x.toml: http.port: no; x.toml: a:" in error["message"]
+
+
+async def test_reload_while_stopping_is_a_503(control: Control) -> None:
+    """The house's shape of an error, with the surface's own status."""
+    control.view.reloaded = RequestError(503, "stopping", kind="unavailable_error")
+    status, _, body = await control.ask("/v1/reload", "POST")
+    assert status == 503
+    wanted = {"message": "stopping", "type": "unavailable_error", "code": 503}
+    assert body == {"error": wanted}
 
 
 async def test_failing_view_is_a_json_500_that_does_not_tell_the_exception(
@@ -259,7 +292,7 @@ async def test_follow_server_cancelled_ends_the_reply(tmp_path: Path) -> None:
     """A cancel of the server's task is enough; no follower outlives it."""
     view = FakeView()
     with trio.fail_after(30):
-        async with serve_unix(create_control_app(view), tmp_path / "s") as scope:
+        async with serve_unix(create_control_app(view, view.reload), tmp_path / "s") as scope:
             follow = await Control(tmp_path / "s", view, scope).follow()
             await wait_followers(view, 1)
         async with follow.stream:
@@ -271,7 +304,7 @@ async def test_follow_server_cancelled_ends_the_reply(tmp_path: Path) -> None:
 async def test_follow_stream_is_not_cut_by_the_response_timeout(tmp_path: Path) -> None:
     """A follower may be idle for longer than Quart gives a reply (60 s; here almost nothing)."""
     view = FakeView()
-    app = create_control_app(view)
+    app = create_control_app(view, view.reload)
     app.config["RESPONSE_TIMEOUT"] = 0.01
     with trio.fail_after(30):
         async with serve_unix(app, tmp_path / "s") as scope:

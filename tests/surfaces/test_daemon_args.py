@@ -270,3 +270,21 @@ def test_load_config_flag_beats_environment(tmp_path: Path) -> None:
         parsed("-m", "/m", "--prefill-provider", "/from/flag"), environ, directory=tmp_path
     )
     assert config.provider.program == "/from/flag"
+
+
+def test_load_config_credential_is_the_key_file_unless_the_file_names_one(tmp_path: Path) -> None:
+    """The last source before the default; it also allows a host that others reach."""
+    (tmp_path / "api-key").write_text("k")
+    file = tmp_path / "x.toml"
+    file.write_text('[model]\npath = "/m"\n[http]\nhost = "0.0.0.0"\n')
+    args, environ = parsed("--config", str(file)), {"CREDENTIALS_DIRECTORY": str(tmp_path)}
+    config = load_config(args, environ)
+    assert config.http.api_key_file == str(tmp_path / "api-key")
+    assert config.sources["http.api_key_file"] == "credential api-key"
+    file.write_text('[model]\npath = "/m"\n[http]\napi_key_file = "/keys"\n')
+    config = load_config(args, environ)
+    assert config.http.api_key_file == "/keys"
+    assert config.sources["http.api_key_file"] == "file"
+    file.write_text('[model]\npath = "/m"\n[http]\nhost = "0.0.0.0"\n')
+    with pytest.raises(ConfigError, match=r"required because http\.host"):
+        load_config(args, {})

@@ -1,0 +1,65 @@
+"""The state in one line, for the service manager."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from onebitd.core.backend_state import BackendState
+from onebitd.core.config_resolve import resolve
+from onebitd.core.control_api import LastExit
+from onebitd.services.admission import Admission
+from onebitd.services.history import History
+from onebitd.surfaces.status_view import StatusView
+
+ABORTED = "signal 6 (SIGABRT): GGML_ASSERT('a secret prompt') failed"
+KILLED = "no answer within 600 s (backend.load_timeout_s) (signal 9 (SIGKILL))"
+
+
+def view(
+    state: BackendState, *, last: str = "", waiting: int = 0, draining: bool = False
+) -> StatusView:
+    """Return the view of a daemon in this state, for 12 seconds."""
+    supervisor = SimpleNamespace(
+        state=state,
+        state_since=time.monotonic() - 12.1,
+        last_exit=LastExit("2026-01-31T12:00:00.000Z", last) if last else None,
+    )
+    admission = Admission(9)
+    for number in range(waiting):
+        admission.enter(f"r{number}")
+    config = resolve(instance="x", file={"model": {"path": "/m.gguf"}})
+    parts: list[Any] = [config, supervisor, None, admission, History(), ["127.0.0.1:8000"]]
+    found = StatusView(*parts, service_manager=True)
+    found.draining = draining
+    return found
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "line"),
+    [
+        ("LOADING", {}, "loading 12 s"),
+        ("READY", {}, "ready on 127.0.0.1:8000"),
+        ("READY", {"last": ABORTED}, "ready on 127.0.0.1:8000"),
+        ("BACKOFF", {"last": ABORTED}, "restarting the decoder: signal 6 (SIGABRT)"),
+        ("LOADING", {"last": "status 3"}, "restarting the decoder: status 3"),
+        ("LOADING", {"last": KILLED}, f"restarting the decoder: {KILLED}"),
+        ("READY", {"waiting": 2, "draining": True}, "draining 2 replies"),
+        ("READY", {"waiting": 1, "draining": True}, "draining 1 reply"),
+        ("FAILED", {"last": ABORTED}, "failed"),
+    ],
+)
+def test_line_tells_the_state_and_no_prompt(state: str, more: dict[str, Any], line: str) -> None:
+    """`systemctl status` is for everybody; what the decoder said last is not in it."""
+    assert view(BackendState[state], **more).line() == line
+
+
+def test_state_detail_has_the_decoders_last_words_for_the_operator() -> None:
+    """The control socket is for its group only, and there they help."""
+    assert view(BackendState.BACKOFF, last=ABORTED).state() == (
+        "restarting",
+        f"the decoder: {ABORTED}",
+    )
