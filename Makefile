@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo bench clean $(VENV)
+.PHONY: help test test-rest test-boxes demo bench deb clean $(VENV)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z.]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -24,7 +24,23 @@ $(VENV): $(VENV)/.installed ## install onebitd, test and lint tools
 
 test: $(VENV)/.installed ## run every test and check (PYTEST_ARGS=... to choose)
 	@$(BIN)/python -m tests.tools.fetch_llama all
+ifeq ($(PYTEST_ARGS),)
+	@$(MAKE) --no-print-directory -j2 test-rest test-boxes
+else
+	@$(BIN)/python -m tests.tools.fetch_boxes
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+endif
+
+# The tests in booted systemd boxes mostly wait for timers: they run beside all others, and what
+# they say comes at their end.
+test-rest:
+	@$(BIN)/python -m pytest --ignore=tests/systemd
+
+test-boxes:
+	@mkdir -p $(VENV)/boxes
+	@$(BIN)/python -m tests.tools.fetch_boxes
+	@$(BIN)/python -m pytest -p no:cacheprovider tests/systemd >$(VENV)/boxes/test.log 2>&1; \
+		status=$$?; cat $(VENV)/boxes/test.log; exit $$status
 
 demo: $(VENV)/.installed ## serve a small model with a handoff (ONCE=1: one request, then stop)
 	@$(BIN)/python -m tests.tools.fetch_llama demo
@@ -33,6 +49,9 @@ demo: $(VENV)/.installed ## serve a small model with a handoff (ONCE=1: one requ
 bench: $(VENV)/.installed ## measure the handoff against the plain decoder
 	@$(BIN)/python -m tests.tools.fetch_llama demo
 	@$(BIN)/python -m tests.bench
+
+deb: ## build dist/onebitd_VERSION_all.deb with Debian's tools
+	@$(PYTHON) units/debian/build.py
 
 clean: ## remove all that was installed or built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,6 +5,8 @@
     |-- ConfigError               exit 2: the configuration, every problem at once
     |-- GgufError                 not a GGUF file (core/gguf_header)
     |-- SpawnError                a program cannot be started (adapters/process)
+    |-- UnitFilesError            units cannot be installed or removed (core/unit_layout)
+    |-- NeedsRoot                 exit 4: only root may do this (surfaces/cli_units)
     |-- ClientError               a question to the control socket has no answer (client)
     |-- InstanceTaken             exit 3: another process has this instance or port
     |-- BackendFailed             exit 4: the decoder cannot be started or kept running

@@ -39,6 +39,8 @@ _KEPT: Final = (
     PurePosixPath("/var/cache/onebitd"),
 )
 _SERVICE_USER: Final = "onebitd"
+_FIRST_STATUS_OF_SYSTEMD: Final = 200
+"""From here on, a status says what systemd could not set up: 226 a missing bind mount."""
 
 
 class NeedsRoot(OnebitError):
@@ -354,6 +356,12 @@ def _is_configured(site: Site, unit: str, instance: str) -> bool:
         "--",
         *(str(site.prefix / "bin" / "onebitd"), "--instance", instance, "--check-config"),
     )
+    if done.status >= _FIRST_STATUS_OF_SYSTEMD:
+        site.problem(
+            f"{unit} was not started: systemd cannot give onebitd what the unit and its drop-ins"
+            f" say: {done.said} (systemd.exec(5), PROCESS EXIT CODES)"
+        )
+        return False
     if done.status != 0:
         site.problem(f"{unit} was not started, its configuration is not good:\n{done.said}")
         return False

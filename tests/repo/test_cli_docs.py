@@ -105,7 +105,20 @@ def test_man_page_passes_lint() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("command", ["", "status", "handoffs", "config", "lock"])
+COMMANDS = (
+    "status",
+    "handoffs",
+    "config",
+    "reload",
+    "lock",
+    "stop",
+    "disable",
+    "install-units",
+    "uninstall-units",
+)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_names_every_option_with_a_text(command: str) -> None:
     """`--help` lists each option of the command, and each has words."""
     parser = commands()[command] if command else cli.build_parser()
@@ -119,4 +132,4 @@ def test_help_lists_every_command() -> None:
     """The top page names all commands; the parametrized test above covers them all."""
     text = cli.build_parser().format_help()
     assert all(re.search(rf"^    {name} ", text, re.MULTILINE) for name in commands())
-    assert set(commands()) == {"status", "handoffs", "config", "lock"}
+    assert tuple(commands()) == COMMANDS

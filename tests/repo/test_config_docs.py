@@ -135,6 +135,22 @@ def test_man_page_gives_type_default_range_and_variable(setting: Setting) -> Non
         assert f".Ev {setting.env} " in entry
 
 
+def test_documents_name_the_settings_that_need_a_restart() -> None:
+    """A reader of the manual or of the example knows before a reload what it will not do."""
+    text = MAN_PAGE.read_text().split(".Sh RELOAD\n")[1].split("\n.Sh ")[0]
+    keys = [setting.key for setting in SETTINGS if not setting.reload]
+    assert re.findall(r"^\.Ic (\S+)", text, re.MULTILINE) == keys
+    words = re.sub(r"\s*\n#\s*", " ", EXAMPLE.read_text())
+    found = re.search(r"needs a restart instead: (.*?)\.\s", words)
+    assert found
+    assert found.group(1) == "[model], host and port, [backend] but its two limits, and state_dir"
+    sections = [key for key in keys if key.partition(".")[0] not in ("model", "backend")]
+    assert sections == ["http.host", "http.port", "handoff.state_dir"]
+    limits = [s.key for s in SETTINGS if s.key.startswith("backend.") and s.reload]
+    assert limits == ["backend.load_timeout_s", "backend.restart_max"]
+    assert not [s.key for s in SETTINGS if s.key.startswith("model.") and s.reload]
+
+
 def test_man_page_examples_are_valid_configurations() -> None:
     """Nobody copies a fault from the manual: the examples, joined, resolve."""
     blocks = re.findall(r"^\.Bd -literal.*?\n(.*?)^\.Ed", MAN_PAGE.read_text(), re.M | re.S)

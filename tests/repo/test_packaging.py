@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
 import onebitd
+from onebitd.core import unit_layout
 from tests.llama_builds import ROOT
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -44,14 +45,44 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return wheel.namelist()
 
 
-def test_wheel_carries_man_pages_unit_and_example(wheel_names: list[str]) -> None:
-    """Every page, unit and example of the repository arrives where its readers look."""
-    data = f"onebitd-{onebitd.__version__}.data/data"
-    wanted = [f"{data}/share/man/man{page.suffix[1:]}/{page.name}" for page in pages()]
-    wanted += [f"{data}/lib/systemd/system/{unit.name}" for unit in (ROOT / "units").iterdir()]
-    wanted += [f"{data}/share/onebitd/{example.name}" for example in (ROOT / "etc").iterdir()]
-    assert len(wanted) >= 6
-    assert set(wanted) <= set(wheel_names)
+UNIT_PLACES = {
+    "": "lib/systemd/system",
+    "user": "lib/systemd/user",
+    "sysusers.d": "lib/sysusers.d",
+    "tmpfiles.d": "lib/tmpfiles.d",
+    "completions": "share/bash-completion/completions",
+    "drop-ins": "share/onebitd/drop-ins",
+}
+
+
+def unit_files() -> list[Path]:
+    """Return every file below units/, relative to it, but for what builds the Debian package."""
+    found = [path for path in (ROOT / "units").rglob("*") if path.is_file()]
+    names = sorted(path.relative_to(ROOT / "units") for path in found)
+    return [name for name in names if name.parts[0] != "debian"]
+
+
+def data_files() -> list[str]:
+    """Return where each page, unit and example belongs below the wheel's prefix."""
+    found = [f"share/man/man{page.suffix[1:]}/{page.name}" for page in pages()]
+    found += [
+        f"{UNIT_PLACES[str(unit.parent).removeprefix('.')]}/{unit.name}" for unit in unit_files()
+    ]
+    return found + [f"share/onebitd/{example.name}" for example in (ROOT / "etc").iterdir()]
+
+
+def test_wheel_carries_every_page_unit_and_example(wheel_names: list[str]) -> None:
+    """Each arrives where its readers look, and nothing else comes along."""
+    data = f"onebitd-{onebitd.__version__}.data/data/"
+    carried = {name.removeprefix(data) for name in wheel_names if name.startswith(data)}
+    assert len(data_files()) >= 18
+    assert carried == set(data_files())
+
+
+def test_install_units_takes_everything_that_the_wheel_carries() -> None:
+    """A file that is added to the wheel does not stay behind in the environment."""
+    left = [name for name in data_files() if not unit_layout.is_ours(PurePosixPath(name))]
+    assert left == []
 
 
 def test_wheel_carries_every_module_and_nothing_else(wheel_names: list[str]) -> None:
