@@ -12,7 +12,7 @@ from tests.llama_builds import ROOT, require_program
 
 # Each in two parts, so that this file does not hold what it looks for.
 PATTERNS = {
-    "a home directory": "/home" + r"/\w",
+    "a home directory": "/home" + r"/(?!USER\b)\w",  # USER stands for any
     "root's home directory": "/roo" + r"t/[\w.]",
     "a mounted working tree": "/wor" + r"k/\w",
     "the scratch directory of a machine": "/tmp/" + r"scratch\b",

@@ -334,6 +334,15 @@ def test_enable_of_a_unit_that_systemd_does_not_find_runs_nothing_as_root(
     assert site.problems == 1
 
 
+def test_enable_where_a_drop_in_cannot_be_followed_says_so(
+    root: Path, tools: Tools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory of models that does not exist is no fault of the configuration."""
+    tools.answer("case $0 in *run) exit 226;; esac")
+    cli_units._enable(live_site(root), "qwen", Item(b""))
+    assert "the unit and its drop-ins say: status 226 (systemd.exec(5)" in capsys.readouterr().err
+
+
 # --- uninstall ----------------------------------------------------------------------------------
 
 
