@@ -88,8 +88,8 @@ def _death_signal_prefix() -> list[str]:
     """Return setpriv's words for a parent-death signal if it works here, else none.
 
     setpriv(1) sets its capabilities whatever it is asked for (measured, util-linux 2.38), and a
-    system call filter without capset(2), such as the unit's, refuses that. The guard, and the
-    service manager, then end the children without it.
+    system call filter may refuse capset(2); the unit's lets it believe that it did. The guard, and
+    the service manager, then end the children without it.
     """
     setpriv = shutil.which("setpriv")
     if setpriv is None:

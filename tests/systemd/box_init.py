@@ -80,7 +80,10 @@ def mount_all(rootfs: str, sources: Sequence[str]) -> None:
     mount("-t", "tmpfs", "-o", "mode=1777", "box", "/tmp")
     layers = f"lowerdir={HOME}/lower,upperdir={HOME}/upper,workdir={HOME}/work"
     mount("-t", "overlay", "-o", layers, "box", HOME / "root")
-    mount("-t", "cgroup2", "box", CGROUPS)  # whatever the host has there, v1 included
+    # The host may have v1 there, or a read-only view; cgroup2 cannot be mounted on itself.
+    away = ["umount", "--recursive", "--lazy", os.fspath(CGROUPS)]
+    subprocess.run(away, capture_output=True, check=False)
+    mount("-t", "cgroup2", "box", CGROUPS)
 
 
 def populated(cgroup: Path) -> bool:

@@ -1,0 +1,65 @@
+"""The Debian package, built once for the tests that look into it and those that install it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.llama_builds import ROOT
+
+NO_TOOLS = ("not found:", "not installed:")
+UNREACHABLE = ("No matching distribution found", "Could not find a version", "Connection")
+
+
+@functools.cache
+def built_deb() -> Path:
+    """Build the package of this checkout and return it; it is gone when the tests are over.
+
+    Skips the calling test where it cannot be built: no Debian, no debhelper, no way to get wheels.
+    Under CI=true it fails.
+    """
+    home = tempfile.TemporaryDirectory(prefix="onebitd-deb-")
+    atexit.register(home.cleanup)
+    command = [sys.executable, str(ROOT / "units" / "debian" / "build.py")]
+    command += ["--build-dir", f"{home.name}/build", "--dist-dir", f"{home.name}/dist"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        obstacles = NO_TOOLS + UNREACHABLE
+        if os.environ.get("CI") != "true" and any(word in done.stderr for word in obstacles):
+            pytest.skip(done.stderr.splitlines()[0])
+        pytest.fail(done.stderr, pytrace=False)
+    return Path(done.stdout.strip())
+
+
+def dpkg_deb(*args: str | Path) -> str:
+    """Run dpkg-deb and return what it printed."""
+    done = subprocess.run(["dpkg-deb", *map(str, args)], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def newer_deb(deb: Path, version: str, folder: Path) -> Path:
+    """Return a package in `folder` that differs from `deb` by its version, onebitd's own too."""
+    tree = folder / "tree"
+    dpkg_deb("--raw-extract", deb, tree)
+    for name, pattern, line in (
+        ("DEBIAN/control", r"^Version: .+$", f"Version: {version}"),
+        (
+            "usr/lib/onebitd/onebitd/__init__.py",
+            r"^__version__ = .+$",
+            f'__version__ = "{version}"',
+        ),
+    ):
+        text, count = re.subn(pattern, line, (tree / name).read_text(), flags=re.MULTILINE)
+        assert count == 1, name
+        (tree / name).write_text(text)
+    path = folder / f"onebitd_{version}_all.deb"
+    dpkg_deb("--root-owner-group", "--build", tree, path)
+    return path
