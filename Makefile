@@ -32,14 +32,16 @@ else
 endif
 
 # The tests in booted systemd boxes mostly wait for timers: they run beside all others, and what
-# they say comes at their end.
+# they say comes at their end. The Debian package is built once, for those that look into it too.
+BOX_TESTS := tests/systemd tests/repo/test_deb.py
+
 test-rest:
-	@$(BIN)/python -m pytest --ignore=tests/systemd
+	@$(BIN)/python -m pytest $(addprefix --ignore=,$(BOX_TESTS))
 
 test-boxes:
 	@mkdir -p $(VENV)/boxes
 	@$(BIN)/python -m tests.tools.fetch_boxes
-	@$(BIN)/python -m pytest -p no:cacheprovider tests/systemd >$(VENV)/boxes/test.log 2>&1; \
+	@$(BIN)/python -m pytest -p no:cacheprovider $(BOX_TESTS) >$(VENV)/boxes/test.log 2>&1; \
 		status=$$?; cat $(VENV)/boxes/test.log; exit $$status
 
 demo: $(VENV)/.installed ## serve a small model with a handoff (ONCE=1: one request, then stop)

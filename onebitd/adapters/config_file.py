@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import pwd
 import shutil
 import stat
 import tomllib
@@ -168,7 +169,7 @@ def _model_fault(name: str) -> str:
     except gguf_header.GgufError as error:
         return f"model.path: {name}: {error}"
     except OSError as error:
-        return f"model.path: {name}: {_words(error)}; name a GGUF file that onebitd may read"
+        return f"model.path: {name}: {_words(error)}; name a GGUF file that {_user()} may read"
     except ConfigError as error:
         return f"model.path: {error}; name a GGUF file"
     return ""
@@ -262,6 +263,14 @@ def _open_regular(path: Path) -> Iterator[BinaryIO]:
             kind = "a directory, not a file" if stat.S_ISDIR(mode) else "not a regular file"
             raise ConfigError([f"{path}: {kind}"])
         yield file
+
+
+def _user() -> str:
+    """Return who we are, for a message about what we may not read."""
+    try:
+        return f"user {pwd.getpwuid(os.geteuid()).pw_name}"
+    except KeyError:
+        return f"user id {os.geteuid()}"
 
 
 def _words(error: OSError) -> str:

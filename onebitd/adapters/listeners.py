@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Iterable, Iterator
 
 from onebitd.adapters.instance import stat_or_none
@@ -25,6 +27,9 @@ UNIX_PATH_BYTES = 107
 """Longest socket path: sockaddr_un.sun_path holds 108 bytes with the final zero (unix(7))."""
 
 _PORT_TRIES = 32
+_TURN_AWAY_S = 2.0
+_TURN_AWAY_CLIENT_S = 0.2
+_TURN_AWAY_READ_BYTES = 64 * 1024
 _LISTEN = 0x0A
 _TIME_WAIT = 0x06
 _ADDRESS_MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -127,6 +132,31 @@ def adopt(fd: int) -> socket.socket:
         raise ConfigError([f"the passed descriptor {fd} {wrong}"])
     sock.set_inheritable(False)
     return sock
+
+
+def turn_away(fds: Iterable[int], message: str) -> None:
+    """Answer every connection that waits on listening sockets with a 503, and close it.
+
+    Takes a second or two at most; the descriptors stay open. What goes wrong with a client is the
+    client's affair.
+    """
+    body = json.dumps({"error": {"message": message, "type": "unavailable_error", "code": 503}})
+    data = body.encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    )
+    deadline = time.monotonic() + _TURN_AWAY_S
+    for fd in fds:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as listener:
+            listener.setblocking(False)
+            while time.monotonic() < deadline:
+                connection, _ = listener.accept()
+                with contextlib.suppress(OSError), connection:
+                    connection.settimeout(_TURN_AWAY_CLIENT_S)
+                    # Unread, its request would make the close a reset, which may eat the reply.
+                    connection.recv(_TURN_AWAY_READ_BYTES)
+                    connection.sendall(head.encode() + data)
 
 
 def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:

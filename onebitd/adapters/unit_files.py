@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import pwd
 import stat
@@ -150,6 +151,28 @@ class Tree:
         with _translated(path):
             return self._locate(path / "_") is not None
 
+    @contextlib.contextmanager
+    def locked_directory(self, path: PurePosixPath) -> Iterator[None]:
+        """Hold the lock of a directory, which exists, for as long as the block takes.
+
+        Raises:
+            UnitFilesError: another process holds it.
+        """
+        with _translated(path):
+            place = self._existing(path / "_").parent
+            fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            with _translated(path):
+                is_ours = _try_lock(fd, place)
+            if not is_ours:
+                raise UnitFilesError(
+                    f"another install-units or uninstall-units is at work, with the lock of {path}:"
+                    " run the command again when that one has ended"
+                )
+            yield
+        finally:
+            os.close(fd)
+
     def _existing(self, path: PurePosixPath) -> Path:
         place = self._locate(path)
         if place is None:
@@ -185,6 +208,31 @@ class Tree:
                 continue
             current = step
         return current / path.name
+
+
+@contextlib.contextmanager
+def locked(tree: Tree, prefix: PurePosixPath) -> Iterator[frozenset[PurePosixPath]]:
+    """Keep other runs away from a prefix, and yield the directories that were made for that.
+
+    The lock is one of the manifest's directory, and ends with the process at the latest. What was
+    made and is empty at the end is removed.
+
+    Raises:
+        UnitFilesError: another run has it, or the directory cannot be made.
+    """
+    directory = (prefix / unit_layout.MANIFEST).parent
+    missing = [
+        path
+        for path in unit_layout.directories_of([directory / "_"])
+        if not tree.is_directory(path)
+    ]
+    try:
+        for path in missing:
+            tree.make_directory(path)
+        with tree.locked_directory(directory):
+            yield frozenset(missing)
+    finally:
+        _remove_directories(tree, missing)
 
 
 @dataclasses.dataclass(slots=True)
@@ -259,7 +307,12 @@ def conflicts(tree: Tree, items: Mapping[PurePosixPath, Item], old: Manifest) ->
 
 
 def install(
-    tree: Tree, items: Mapping[PurePosixPath, Item], *, prefix: PurePosixPath, version: str
+    tree: Tree,
+    items: Mapping[PurePosixPath, Item],
+    *,
+    prefix: PurePosixPath,
+    version: str,
+    made: frozenset[PurePosixPath] = frozenset(),
 ) -> Changes:
     """Write the items, remove what an older version had and this one has not, keep a manifest.
 
@@ -268,6 +321,7 @@ def install(
         items: see `unit_layout.plan`.
         prefix: what the items and the manifest are below.
         version: of onebitd.
+        made: directories that were made already, see `locked`.
 
     Raises:
         UnitFilesError: something is in the way; then nothing was changed. Or a file could not be
@@ -279,7 +333,8 @@ def install(
         raise UnitFilesError(_conflict_text(in_the_way))
     manifest = prefix / unit_layout.MANIFEST
     wanted = unit_layout.directories_of([*items, manifest])
-    made = old.directories | {path for path in wanted if not tree.is_directory(path)}
+    made |= old.directories | {path for path in wanted if not tree.is_directory(path)}
+    made |= {manifest.parent}  # also when it is there: an interrupted run made it
     new = {path: frozenset({item.fingerprint}) for path, item in items.items()}
     both = {
         path: old.entries.get(path, frozenset()) | new.get(path, frozenset())
@@ -314,8 +369,15 @@ def uninstall(tree: Tree, manifest: Manifest, *, prefix: PurePosixPath) -> Chang
     _remove_entries(tree, manifest, manifest.entries, changes)
     path = prefix / unit_layout.MANIFEST
     tree.remove(path)
-    _remove_directories(tree, manifest.directories | {path.parent})
+    _remove_directories(tree, manifest.directories)
     return changes
+
+
+def remove_leftovers(tree: Tree, prefix: PurePosixPath) -> None:
+    """Remove what a first installation left that was interrupted before it had a manifest."""
+    path = prefix / unit_layout.MANIFEST
+    tree.remove_leftover(path)
+    tree.remove_directory(path.parent)
 
 
 def _remove_entries(
@@ -376,6 +438,15 @@ def _content(path: Path) -> bytes:
     if len(content) > MAX_FILE_BYTES:
         raise UnitFilesError(f"{path} is no file of onebitd, it is too large: move it away")
     return content
+
+
+def _try_lock(fd: int, place: Path) -> bool:
+    """Take the lock of an open directory; False: another has it, or the directory has gone."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(fd), place.lstat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
 
 
 def _rmdir_if_empty(place: Path) -> None:

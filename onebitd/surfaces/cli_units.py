@@ -22,7 +22,7 @@ from onebitd.surfaces.cli_service import checked_instance, say, tell
 
 if TYPE_CHECKING:
     from onebitd.adapters.unit_files import Changes, Tree
-    from onebitd.core.unit_layout import Item
+    from onebitd.core.unit_layout import Item, Manifest
 
 DEFAULT_PREFIX: Final = "/usr/local"
 CONFIG_DIRECTORY: Final = PurePosixPath("/etc/onebitd")
@@ -39,6 +39,7 @@ _KEPT: Final = (
     PurePosixPath("/var/cache/onebitd"),
 )
 _SERVICE_USER: Final = "onebitd"
+_LOG_LINES: Final = 5
 _FIRST_STATUS_OF_SYSTEMD: Final = 200
 """From here on, a status says what systemd could not set up: 226 a missing bind mount."""
 
@@ -189,20 +190,27 @@ def _install(site: Site, instances: list[str]) -> None:
     _refuse_unfit(site, installation, instances)
     sources = unit_files.read_sources(installation.data)
     items = unit_layout.plan(sources, prefix=site.prefix, programs=installation.programs)
-    running = _active_units() if site.booted else []
-    changes = unit_files.install(site.tree, items, prefix=site.prefix, version=__version__)
-    say(_installed_text(changes, site))
-    for path in changes.kept:
-        tell(f"{path} is not part of this version, and was kept because it was changed")
-    _warn_of_hidden(site, items)
-    _prepare_system(site, sources)
-    _hint_at_rocm(site)
-    for instance in instances:
-        _enable(site, instance, items[site.prefix / unit_layout.SAMPLE])
+    with unit_files.locked(site.tree, site.prefix) as made:
+        running = _active_units() if site.booted else []
+        changes = unit_files.install(
+            site.tree, items, prefix=site.prefix, version=__version__, made=made
+        )
+        _tell_changes(site, items, changes)
+        _prepare_system(site, sources)
+        _hint_at_rocm(site)
+        for instance in instances:
+            _enable(site, instance, items[site.prefix / unit_layout.SAMPLE])
     services = [unit for unit in running if unit.endswith(".service")]
     is_new = changes.written + changes.removed > 0 or changes.before != __version__
     if services and is_new:
         say(f"still on what they were started with: {' '.join(services)} (systemctl restart)")
+
+
+def _tell_changes(site: Site, items: Mapping[PurePosixPath, Item], changes: Changes) -> None:
+    say(_installed_text(changes, site))
+    for path in changes.kept:
+        tell(f"{path} is not part of this version, and was kept because it was changed")
+    _warn_of_hidden(site, items)
 
 
 def _hint_at_rocm(site: Site) -> None:
@@ -306,16 +314,30 @@ def _enable(site: Site, instance: str, sample: Item) -> None:
         return
     if is_new:
         start = f", then systemctl start {unit}" if not site.root_option else ""
-        say(f"{unit} starts at boot; wrote {config}: set model.path in it{start}")
+        keys = "model.path and backend.llama_server"
+        say(f"{unit} starts at boot; wrote {config}: set at least {keys} in it{start}")
         return
     if not site.booted:
         say(f"{unit} starts at boot; {config} was there already and was not checked")
         return
     done = systemd_tools.run("systemctl", "start", unit)
     if done.status != 0:
-        site.problem(f"systemctl start {unit}: {done.said}")
+        site.problem(f"systemctl start {unit}: {done.said}{_last_lines(unit)}")
         return
     say(f"{unit} runs, and starts at boot")
+
+
+def _last_lines(unit: str) -> str:
+    """Return what a service that failed has said, as an addition to a message; "" if nothing."""
+    from onebitd.adapters import systemd_tools
+
+    shown = systemd_tools.run("systemctl", "show", "--value", "--property=InvocationID", unit)
+    run = shown.stdout.strip()
+    if not run:
+        return ""
+    lines = ("--quiet", "--no-pager", "--output=cat", f"--lines={_LOG_LINES}")
+    said = systemd_tools.run("journalctl", *lines, f"_SYSTEMD_INVOCATION_ID={run}").stdout.rstrip()
+    return f"\nit said:\n{said}" if said else ""
 
 
 def _write_config(site: Site, config: PurePosixPath, sample: Item) -> bool:
@@ -387,12 +409,23 @@ def run_uninstall(arguments: argparse.Namespace) -> int:
 
 
 def _uninstall(site: Site) -> None:
+    from onebitd.adapters import unit_files
+    from onebitd.core import unit_layout
+
+    directory = site.prefix / unit_layout.MANIFEST.parent
+    if site.tree.is_directory(directory):
+        with site.tree.locked_directory(directory):
+            manifest = unit_files.read_manifest(site.tree, site.prefix)
+            if manifest is not None:
+                _remove(site, manifest)
+                return
+            unit_files.remove_leftovers(site.tree, site.prefix)
+    say(f"install-units has installed nothing below {site.prefix}")
+
+
+def _remove(site: Site, manifest: Manifest) -> None:
     from onebitd.adapters import systemd_tools, unit_files
 
-    manifest = unit_files.read_manifest(site.tree, site.prefix)
-    if manifest is None:
-        say(f"install-units has installed nothing below {site.prefix}")
-        return
     has_package = site.tree.fingerprint(_PACKAGE_UNIT) is not None
     if not has_package:
         _stop_all(site)

@@ -60,7 +60,9 @@ _RELOAD_LOCK_S: Final = 30.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `onebitd`; return its exit status (onebitd(8), EXIT STATUS)."""
+    manager: ServiceManager | None = None
     try:
+        manager = ServiceManager()
         args = daemon_args.parse(sys.argv[1:] if argv is None else argv)
         config = daemon_args.load_config(args, os.environ)
         problems = check_files(config)
@@ -77,20 +79,37 @@ def main(argv: Sequence[str] | None = None) -> int:
             launch = plan_launch(config, runtime, os.environ)
             print(shlex.join(launch.argv))  # noqa: T201
             return 0
-        _serve(args, config, runtime, warnings=problems)
+        _serve(args, config, runtime, manager, warnings=problems)
     except OnebitError as error:
+        if manager is not None:
+            _turn_away(manager, str(error))
         for line in str(error).splitlines():
             print(f"onebitd: {line}", file=sys.stderr)  # noqa: T201
         if isinstance(error, UsageError | ConfigError) and len(str(error).splitlines()) > 1:
             print("onebitd: see onebitd(8) and onebitd.toml(5)", file=sys.stderr)  # noqa: T201
         return error.exit_status
+    finally:
+        if manager is not None:
+            manager.close()
     return 0
 
 
+def _turn_away(manager: ServiceManager, reason: str) -> None:
+    """Answer who waits on the passed sockets: unanswered, they would have us started again."""
+    passed = manager.listen_fds()
+    listeners.turn_away(passed.get("control", []), f"onebitd has ended: {reason}")
+    # What is wrong is for the operator alone.
+    listeners.turn_away(passed.get("http", []), "onebitd has ended; its log says why")
+
+
 def _serve(
-    args: daemon_args.DaemonArgs, config: Config, runtime: Path, *, warnings: Sequence[str]
+    args: daemon_args.DaemonArgs,
+    config: Config,
+    runtime: Path,
+    manager: ServiceManager,
+    *,
+    warnings: Sequence[str],
 ) -> None:
-    manager = ServiceManager()
     logsetup.configure(config.log.format, config.log.level)
     for line in warnings:
         log.warning("handoffs_will_fall_back", line=line)
@@ -105,8 +124,6 @@ def _serve(
         if ours is None:
             raise
         raise _first(ours) from group
-    finally:
-        manager.close()
 
 
 def hang_on_purpose() -> NoReturn:
@@ -257,13 +274,14 @@ class Daemon:
                 ]
             )
         # The port first: it may be taken, and then no control socket has to be removed again.
-        public = [listeners.adopt(fd) for fd in passed.get("http", [])]
+        # Copies: the passed ones are needed once more if this ends badly.
+        public = [listeners.adopt(os.dup(fd)) for fd in passed.get("http", [])]
         self._port_is_passed = bool(public)
         if public:
             self._check_exposure(public)
         else:
             public = listeners.open_tcp(config.http.host, config.http.port, _BACKLOG)
-        control = [listeners.adopt(fd) for fd in passed.get("control", [])]
+        control = [listeners.adopt(os.dup(fd)) for fd in passed.get("control", [])]
         if not control:
             mode = 0o660 if os.geteuid() == 0 or self._manager.present else 0o600
             control = [listeners.open_unix(self._runtime / paths.CONTROL_SOCKET, mode)]
@@ -357,6 +375,8 @@ class Daemon:
             self._history.close()
             await control.stop()
             nursery.cancel_scope.cancel()
+        if self._failure is None:
+            self._manager.status("stopped")  # it stays with the unit
         log.info("stopped", line="onebitd stopped")
 
     def _announce(self) -> None:
@@ -411,6 +431,7 @@ class Daemon:
             failure = _first(group)
             assert isinstance(failure, BackendFailed)  # noqa: S101 - what the clause selects
             self._failure = failure
+            self._view.failed = True
             log.error("backend_failed", line=str(failure))
             self._stop_asked.set()
 

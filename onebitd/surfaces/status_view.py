@@ -26,9 +26,6 @@ from onebitd.services.handoff import Handoffs
 from onebitd.services.history import History
 from onebitd.services.supervisor import Supervisor
 
-_STATE_OF: Final = {BackendState.READY: "ready", BackendState.FAILED: "failed"}
-
-
 _SECRET_FLAG: Final = re.compile(r"token$|-hft$|key$|secret|password")
 
 
@@ -37,6 +34,7 @@ class StatusView:
 
     Attributes:
         draining: set once the daemon is stopping.
+        failed: set once there will be no decoder any more, which is why the daemon stops.
         history: the handoffs since the start.
     """
 
@@ -60,6 +58,7 @@ class StatusView:
         self._started = time.monotonic()
         self.history = history
         self.draining = False
+        self.failed = False
 
     def reconfigure(self, config: Config) -> None:
         """Show a new configuration from now on."""
@@ -72,24 +71,32 @@ class StatusView:
         out of it.
         """
         state, detail = self.state()
+        if state == "draining" and self._admission.holder is None:
+            return "stopping"
         if state == "ready":
             return f"ready on {', '.join(self._listen)}"
         last_exit = self._supervisor.last_exit
         if state == "restarting" and last_exit is not None:
             return f"restarting the decoder: {last_exit.brief}"
+        if state == "failed" and last_exit is not None:
+            return f"failed, the decoder ended: {last_exit.brief}"
         return f"{state} {detail}" if detail else state
 
     def state(self) -> tuple[str, str | None]:
         """Return the state, one of control_api.STATES, and what is to be said about it."""
         supervisor = self._supervisor
         since_s = time.monotonic() - supervisor.state_since
+        last_exit = supervisor.last_exit
+        why = None if last_exit is None else f"the decoder: {last_exit.reason}"
+        if self.failed or supervisor.state is BackendState.FAILED:
+            return "failed", why
         if self.draining:
             replies = self._admission.pending + (self._admission.holder is not None)
             return "draining", f"{replies} {'reply' if replies == 1 else 'replies'}"
-        if supervisor.state in _STATE_OF:
-            return _STATE_OF[supervisor.state], None
-        if supervisor.last_exit is not None:
-            return "restarting", f"the decoder: {supervisor.last_exit.reason}"
+        if supervisor.state is BackendState.READY:
+            return "ready", None
+        if why is not None:
+            return "restarting", why
         return "loading", f"{since_s:.0f} s"
 
     def status(self) -> Status:

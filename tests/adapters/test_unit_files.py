@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -238,9 +239,60 @@ def test_install_interrupted_can_be_run_again_or_removed(
     if then == "install":
         install(tmp_path, new)
         assert at(tmp_path, UNIT).read_text() == "unit 2\n"
-    if then == "install" or unit_files.read_manifest(Tree(tmp_path), PREFIX) is not None:
+    if unit_files.read_manifest(Tree(tmp_path), PREFIX) is not None:
         uninstall(tmp_path)
-        assert [name for name, what in everything(tmp_path).items() if what != "/"] == []
+    else:
+        assert then == "uninstall"
+        unit_files.remove_leftovers(Tree(tmp_path), PREFIX)
+        assert not at(tmp_path, MANIFEST.parent).exists()
+    assert [name for name, what in everything(tmp_path).items() if what != "/"] == []
+
+
+def test_locked_twice_at_once_is_refused(tmp_path: Path) -> None:
+    """The second run changes nothing; when the first has ended it can be run again."""
+    with (
+        unit_files.locked(Tree(tmp_path), PREFIX),
+        pytest.raises(UnitFilesError, match="another install-units or uninstall-units is at work"),
+        unit_files.locked(Tree(tmp_path), PREFIX),
+    ):
+        pass
+    with unit_files.locked(Tree(tmp_path), PREFIX):
+        pass
+
+
+def test_locked_tree_of_a_run_that_failed_is_as_it_was(tmp_path: Path) -> None:
+    """The directory was made for the lock alone."""
+    at(tmp_path, UNIT).parent.mkdir(parents=True)
+    at(tmp_path, UNIT).write_text("an administrator's\n")
+    before = everything(tmp_path)
+    with pytest.raises(UnitFilesError, match="nothing"), unit_files.locked(Tree(tmp_path), PREFIX):
+        install(tmp_path)
+    assert everything(tmp_path) == before
+
+
+def test_locked_directories_of_the_lock_go_with_the_installation(tmp_path: Path) -> None:
+    """They are in the manifest, like those that were made after it."""
+    with unit_files.locked(Tree(tmp_path), PREFIX) as made:
+        unit_files.install(Tree(tmp_path), items(), prefix=PREFIX, version="1.0", made=made)
+    assert at(tmp_path, MANIFEST).exists()
+    uninstall(tmp_path)
+    assert everything(tmp_path) == {}
+
+
+def test_locked_directory_that_was_removed_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between open and lock an uninstall-units has ended and another run has begun."""
+    real = fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        at(tmp_path, MANIFEST.parent).rename(tmp_path / "gone")
+        at(tmp_path, MANIFEST.parent).mkdir()
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UnitFilesError, match="another"), unit_files.locked(Tree(tmp_path), PREFIX):
+        pass
 
 
 def test_install_planted_temporary_link_is_not_followed(tmp_path: Path) -> None:

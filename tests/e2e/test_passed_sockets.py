@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import struct
@@ -131,6 +132,45 @@ def test_passed_control_socket_is_served_and_stays(public: socket.socket) -> Non
                 (daemon.runtime / "control.sock").unlink()
                 assert daemon.stop() == 0
             assert path.is_socket()
+
+
+def test_passed_sockets_of_a_start_that_fails_answer_who_waits_and_are_left_empty(
+    tmp_path: Path,
+) -> None:
+    """A connection left waiting would have systemd start us again, and again.
+
+    The operator at the control socket hears what is wrong, the public that something is.
+    """
+    with (
+        socket.create_server(("127.0.0.1", 0)) as public,
+        socket.socket(socket.AF_UNIX) as control,
+        contextlib.ExitStack() as clients,
+    ):
+        control.bind(str(tmp_path / "control.sock"))
+        control.listen(16)
+        waiting = [
+            (clients.enter_context(socket.create_connection(public.getsockname())), "public"),
+            (clients.enter_context(socket.create_connection(public.getsockname())), "public"),
+            (clients.enter_context(socket.socket(socket.AF_UNIX)), "control"),
+        ]
+        waiting[2][0].connect(str(tmp_path / "control.sock"))
+        for client, _ in waiting:
+            client.sendall(b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        done = run_onebitd(
+            *("-m", str(tmp_path / "none.gguf"), "--llama-server", str(DECODER)),
+            runtime=tmp_path / "rt",
+            passed={"http": public, "control": control},
+        )
+        assert done.returncode == ConfigError.exit_status, done.stderr
+        for client, kind in waiting:
+            client.settimeout(10)
+            reply = b"".join(iter(lambda client=client: client.recv(65536), b""))  # type: ignore[misc]
+            assert reply.startswith(b"HTTP/1.1 503 ")
+            assert (b"none.gguf" in reply) == (kind == "control")
+        for listener in (public, control):
+            listener.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
 
 
 def start_with(name: str, host: str, runtime: Path) -> subprocess.CompletedProcess[str]:

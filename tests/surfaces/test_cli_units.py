@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from onebitd.adapters import systemd_tools
+from onebitd.adapters import systemd_tools, unit_files
 from onebitd.adapters.unit_files import Tree
 from onebitd.core.errors import OnebitError
 from onebitd.core.unit_layout import Item
@@ -18,7 +18,7 @@ from onebitd.surfaces import cli, cli_service, cli_units
 from onebitd.surfaces.cli_units import Installation, Site
 from tests.llama_builds import ROOT
 
-TOOLS = ("systemctl", "systemd-sysusers", "systemd-tmpfiles", "systemd-run")
+TOOLS = ("journalctl", "systemctl", "systemd-sysusers", "systemd-tmpfiles", "systemd-run")
 TOOL = """\
 #!/bin/sh
 printf '%s\\n' "${0##*/} $*" >>"$TOOLS_LOG"
@@ -270,7 +270,7 @@ def test_install_units_enable_writes_the_example_for_the_group_alone(
     assert config.stat().st_gid == os.getegid()
     calls = [call for call in tools.calls() if call.startswith("systemctl")]
     assert calls == [f"systemctl --root={root} --quiet enable onebitd@qwen.service"]
-    assert "set model.path in it" in capsys.readouterr().out
+    assert "set at least model.path and backend.llama_server in it" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("venv", "tools")
@@ -320,6 +320,25 @@ def test_enable_of_a_bad_configuration_starts_nothing(
     assert [call.split()[0] for call in tools.calls()] == ["systemctl", "systemd-run"]
     err = capsys.readouterr().err
     assert "onebitctl: onebitd: one\nonebitctl: onebitd: two\n" in err
+    assert site.problems == 1
+
+
+def test_enable_of_a_service_that_fails_tells_what_it_said(
+    root: Path, tools: Tools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """systemctl only says where to look, and while a restart is due `systemctl status` has none."""
+    tools.answer(
+        SHOWN + "case $* in *InvocationID*) echo 123abc;; *_INVOCATION_ID=123abc)"
+        ' echo "port 8000 is taken";; start*) echo "Job failed." >&2; exit 1;; esac'
+    )
+    site = live_site(root)
+    cli_units._enable(site, "qwen", Item(b""))
+    err = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("onebitctl: ") for line in err] == [
+        "systemctl start onebitd@qwen.service: Job failed.",
+        "it said:",
+        "port 8000 is taken",
+    ]
     assert site.problems == 1
 
 
@@ -378,6 +397,37 @@ def test_uninstall_units_of_nothing_is_status_0(
     """What was asked for is so."""
     assert run("uninstall-units", "--root", str(root)) == 0
     assert "has installed nothing below /usr/local" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("venv")
+@pytest.mark.parametrize("command", ["install-units", "uninstall-units"])
+def test_units_command_while_another_is_at_work_is_refused(
+    root: Path, tools: Tools, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Neither files nor services are touched by two at once."""
+    run("install-units", "--root", str(root))
+    tools.calls()
+    with unit_files.locked(Tree(root), PurePosixPath("/usr/local")):
+        assert run(command, "--root", str(root)) == 1
+    assert "another install-units or uninstall-units is at work" in capsys.readouterr().err
+    assert tools.calls() == []
+    assert (root / UNIT).exists()
+
+
+@pytest.mark.usefixtures("venv", "tools")
+def test_uninstall_units_of_a_first_install_that_was_killed_leaves_nothing(root: Path) -> None:
+    """Before its manifest had a name it left a temporary file."""
+    before = {path for path in root.rglob("*") if "opt" not in path.parts}
+    left = root / "usr/local/share/onebitd/.manifest.json.onebitctl"
+    left.parent.mkdir(parents=True)
+    left.write_text("{")
+    assert run("uninstall-units", "--root", str(root)) == 0
+    after = {path for path in root.rglob("*") if "opt" not in path.parts}
+    assert {path.relative_to(root) for path in after - before} == {
+        Path("usr"),
+        Path("usr/local"),
+        Path("usr/local/share"),
+    }
 
 
 @pytest.mark.usefixtures("venv", "tools")

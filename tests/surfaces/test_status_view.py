@@ -20,7 +20,12 @@ KILLED = "no answer within 600 s (backend.load_timeout_s) (signal 9 (SIGKILL))"
 
 
 def view(
-    state: BackendState, *, last: str = "", waiting: int = 0, draining: bool = False
+    state: BackendState,
+    *,
+    last: str = "",
+    waiting: int = 0,
+    draining: bool = False,
+    failed: bool = False,
 ) -> StatusView:
     """Return the view of a daemon in this state, for 12 seconds."""
     supervisor = SimpleNamespace(
@@ -34,7 +39,7 @@ def view(
     config = resolve(instance="x", file={"model": {"path": "/m.gguf"}})
     parts: list[Any] = [config, supervisor, None, admission, History(), ["127.0.0.1:8000"]]
     found = StatusView(*parts, service_manager=True)
-    found.draining = draining
+    found.draining, found.failed = draining, failed
     return found
 
 
@@ -49,7 +54,14 @@ def view(
         ("LOADING", {"last": KILLED}, f"restarting the decoder: {KILLED}"),
         ("READY", {"waiting": 2, "draining": True}, "draining 2 replies"),
         ("READY", {"waiting": 1, "draining": True}, "draining 1 reply"),
-        ("FAILED", {"last": ABORTED}, "failed"),
+        ("READY", {"draining": True}, "stopping"),
+        ("FAILED", {"last": ABORTED}, "failed, the decoder ended: signal 6 (SIGABRT)"),
+        (
+            "STOPPED",
+            {"last": KILLED, "draining": True, "failed": True},
+            f"failed, the decoder ended: {KILLED}",
+        ),
+        ("STOPPED", {"failed": True}, "failed"),
     ],
 )
 def test_line_tells_the_state_and_no_prompt(state: str, more: dict[str, Any], line: str) -> None:

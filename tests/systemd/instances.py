@@ -99,9 +99,22 @@ class Instance:
         assert code == 200, (code, text)
         return str(json.loads(text)["choices"][0]["message"]["content"])
 
+    def drop_in(self, text: str, unit: int = 0) -> None:
+        """Write a drop-in of one of its `units`; the caller has systemd read it."""
+        self.box.write(f"/etc/systemd/system/{self.units[unit]}.d/test.conf", text)
+
     def main_pid(self) -> int:
         """Return the pid of the daemon, as the box sees it."""
         return int(self.show("MainPID")["MainPID"])
+
+    def decoder_pid(self) -> int:
+        """Return the pid of the decoder, 0 while there is none."""
+        return int(self.status()["backend"]["pid"] or 0)
+
+    def children_by_name(self) -> list[int]:
+        """Return the pids of decoder and provider, wherever they are: they name its directory."""
+        done = self.box.run("pgrep", "-f", f"/run/onebitd/{self.name}/", check=False)
+        return [int(pid) for pid in done.stdout.split()]
 
     def processes(self) -> list[str]:
         """Return the command lines in its service's control group."""
@@ -242,17 +255,24 @@ def instance_in(
             instance.systemctl("start")
         yield instance
     finally:
-        sockets = instance.units[1:]
-        box.run("systemctl", "disable", "--now", *sockets, instance.service, check=False)
-        box.run("systemctl", "reset-failed", *instance.units, check=False)
-        leftovers = [
-            f"/etc/onebitd/{name}.toml",
-            f"/etc/systemd/system/{instance.service}.d",
-            f"/etc/systemd/system/{instance.units[2]}.d",
-            f"/run/onebitd/{name}",
-            f"/var/lib/onebitd/{name}",
-            f"/var/cache/onebitd/{name}",
+        remove_instances(box, instance)
+
+
+def remove_instances(box: Box, *instances: Instance) -> None:
+    """Stop, disable and forget the units of instances; remove their files."""
+    units = [unit for instance in instances for unit in reversed(instance.units)]
+    box.run("systemctl", "disable", "--now", *units, check=False)
+    box.run("systemctl", "reset-failed", *units, check=False)
+    leftovers = []
+    for instance in instances:
+        leftovers += [
+            f"/etc/onebitd/{instance.name}.toml",
+            f"/etc/onebitd/{instance.name}.env",
+            *(f"/etc/systemd/system/{unit}.d" for unit in instance.units),
+            f"/run/onebitd/{instance.name}",
+            f"/var/lib/onebitd/{instance.name}",
+            f"/var/cache/onebitd/{instance.name}",
             instance.knobs,
         ]
-        box.run("rm", "-rf", *leftovers)
-        box.run("systemctl", "daemon-reload")
+    box.run("rm", "-rf", *leftovers)
+    box.run("systemctl", "daemon-reload")

@@ -15,7 +15,6 @@ import pytest
 from tests.harness import wait_until
 from tests.llama_builds import BUILDS, ROOT
 from tests.systemd.box import Box, BoxFailed, CommandFailed, Suite, booted
-from tests.systemd.conftest import install
 
 BootBox = Callable[[], AbstractContextManager[Box]]
 # A test process of its own: boots a box, says so, and waits to be killed.
@@ -266,9 +265,3 @@ def descendants(pid: int) -> list[int]:
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     children = [int(word) for word in text.split()]
     return children + [below for child in children for below in descendants(child)]
-
-
-def test_box_fresh_installs_the_wheel_without_network(fresh_box: Box) -> None:
-    """The venv's own old pip takes the wheels of /srv/wheels, and the program runs."""
-    install(fresh_box)
-    assert fresh_box.run("/opt/onebitd/bin/onebitd", "--version").stdout.startswith("onebitd ")
