@@ -1,26 +1,31 @@
 """onebit-prefill-llama: the reference prefill provider, for any GGUF and any llama.cpp device.
 
     onebit-prefill-llama --tokens IDS_FILE --out STATE_FILE --model MODEL [--elfs DIR]
+    onebit-prefill-llama --tokens IDS_FILE --layout HEADER_FILE --fds N[,N...] --model MODEL ...
 
-It starts a llama-server of its own on a private Unix socket, has it evaluate the ids, saves the
-slot beside STATE_FILE and renames it into place: the file route of the provider contract, on
-a machine without an NPU. The state file is only good for a decoder of the same llama.cpp, with
-the same KV cache types and flash attention; both are left at llama-server's defaults and are set
+It starts a llama-server of its own on a private Unix socket and has it evaluate the ids, on
+a machine without an NPU. The file route saves the slot beside STATE_FILE and renames it into place.
+The shared route saves it into memory that has no name and writes its rows into the decoder's own
+memory (`onebitd.prefill_share`). Both are only good for a decoder of the same llama.cpp, with
+the same KV cache types and flash attention; these are left at llama-server's defaults and are set
 by `--llama-args`.
 
 What a run leaves behind: on success STATE_FILE (mode 0600) and nothing else; after an error,
-SIGTERM, SIGINT or SIGHUP nothing; after SIGKILL at most `.onebit-prefill-*` files in STATE_FILE's
-directory. The llama-server stays in this program's process group and dies with it in every case;
-a wrapper script in its place must exec it.
+SIGTERM, SIGINT or SIGHUP nothing; after SIGKILL on the file route at most `.onebit-prefill-*` files
+in STATE_FILE's directory, on the shared route nothing, unless it comes before llama-server listens:
+then a directory with a socket at most. The llama-server stays in this program's process group and
+dies with it in every case; a wrapper script in its place must exec it, and keep its descriptors.
 
 This module imports the standard library alone and nothing of the daemon, so that it starts fast
-and can be copied as a starting point for another provider.
+and can be copied as a starting point for another provider; what the shared route needs more is
+imported when that is asked for.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import math
 import os
@@ -35,15 +40,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import onebitd
+
+if TYPE_CHECKING:
+    from onebitd.prefill_share import Share
 
 PROGRAM = "onebit-prefill-llama"
 EXIT_USAGE = 2
 EXIT_START = 3
 EXIT_PREFILL = 4
 EXIT_WRITE = 5
+EXIT_LAYOUT = 6
 
 MAX_ID = 2**31 - 1  # llama_token is an int32
 MAX_IDS_FILE_BYTES = 64 * 2**20
@@ -65,10 +74,13 @@ environment (a flag wins over its variable):
   ONEBIT_PREFILL_LLAMA_CTX_SIZE  --ctx-size
   ONEBIT_PREFILL_LLAMA_TIMEOUT   --timeout
 
-exit status: 0 STATE_FILE is written, and the last line on stdout is {{"prefill_ms": MS}};
-{EXIT_USAGE} usage, or a bad ids file or model path; {EXIT_START} llama-server could not start; \
+exit status: 0 all is written, and the last line on stdout is {{"prefill_ms": MS}};
+{EXIT_USAGE} usage, or a bad ids file, header file or model path; \
+{EXIT_START} llama-server could not start;
 {EXIT_PREFILL} the prefill failed;
-{EXIT_WRITE} STATE_FILE could not be written. The last line on stderr says why.
+{EXIT_WRITE} STATE_FILE or the shared memory could not be written;
+{EXIT_LAYOUT} the shared memory is not laid out for this state, and nothing was written.
+The last line on stderr says why.
 """
 
 
@@ -125,10 +137,15 @@ class StopSignals:
 
 @dataclass(frozen=True)
 class Options:
-    """What one run does; `ctx_size` 0 means as large as the ids need."""
+    """What one run does; `ctx_size` 0 means as large as the ids need.
+
+    Either `out` is set, the file route, or `layout` and `fds` are, the shared route.
+    """
 
     tokens: str
-    out: str
+    out: str | None
+    layout: str | None
+    fds: tuple[int, ...]
     model: str
     llama_server: str
     llama_args: tuple[str, ...]
@@ -152,6 +169,13 @@ def _ctx_size(text: str) -> int:
     return value
 
 
+def _fds(text: str) -> tuple[int, ...]:
+    found = tuple(int(word) for word in text.split(","))
+    if min(found) < 3 or max(found) > MAX_ID or len(set(found)) != len(found):
+        raise ValueError(text)  # 0 to 2 are the standard streams
+    return found
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not (math.isfinite(value) and value > 0):
@@ -167,7 +191,8 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     env = {key: value for key, value in environ.items() if value}
     parser = Parser(
         prog=PROGRAM,
-        description="Prefill a prompt with a llama-server of its own and write the state file.",
+        description="Prefill a prompt with a llama-server of its own, and write the state file "
+        "(--out) or the rows into a decoder's memory (--layout and --fds).",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -175,7 +200,12 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     add = parser.add_argument
     add("--version", action="version", version=f"{PROGRAM} {onebitd.__version__}")
     add("--tokens", required=True, metavar="IDS_FILE", help="token ids, one decimal number a line")
-    add("--out", required=True, metavar="STATE_FILE", help="the state file to write")
+    route = parser.add_mutually_exclusive_group(required=True)
+    route.add_argument("--out", metavar="STATE_FILE", help="the state file to write")
+    route.add_argument(
+        "--layout", metavar="HEADER_FILE", help="the header of the memory to write to instead"
+    )
+    add("--fds", type=_fds, metavar="FDS", help="its inherited descriptors, with commas between")
     add("--model", required=True, help="the GGUF file")
     add("--elfs", metavar="DIR", help="taken for the contract's sake; not used")
     add(
@@ -214,6 +244,8 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         help="limit for the whole run in seconds (default: %(default)s)",
     )
     found = parser.parse_args(argv)
+    if (found.layout is None) != (found.fds is None):
+        parser.error("--layout and --fds belong together")
     try:
         llama_args = tuple(shlex.split(found.llama_args))
     except ValueError as error:
@@ -221,6 +253,8 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     return Options(
         tokens=found.tokens,
         out=found.out,
+        layout=found.layout,
+        fds=found.fds or (),
         model=found.model,
         llama_server=found.llama_server,
         llama_args=llama_args,
@@ -300,12 +334,17 @@ def find_program(name: str) -> str:
 
 @dataclass(frozen=True)
 class Paths:
-    """The temporary names of one run. `saved` is in STATE_FILE's directory, `socket` most often."""
+    """The temporary names of one run.
+
+    On the file route `saved` is in STATE_FILE's directory, `socket` most often. On the shared route
+    `saved` is a descriptor's name, the same in this program and in llama-server.
+    """
 
     directory: str
     saved_name: str
     socket: str
     socket_directory: str | None  # one of its own, made and removed by this run
+    saved_fd: int | None = None  # memory, closed by `remove_paths`
 
     @property
     def saved(self) -> str:
@@ -333,21 +372,51 @@ def claim_paths(out: str, environ: Mapping[str, str]) -> Paths:
         ) from error
     socket_path, own = os.path.join(directory, stem + ".sock"), None
     if len(os.fsencode(socket_path)) > SUN_PATH_MAX_BYTES:
-        own = os.path.join(environ.get("XDG_RUNTIME_DIR") or "/tmp", stem[1:])  # noqa: S108 - 0700
         try:
-            os.mkdir(own, 0o700)
-        except OSError as error:
+            own = make_socket_directory(environ)
+        except PrefillError:
             os.unlink(os.path.join(directory, stem + ".state"))
-            raise PrefillError(
-                EXIT_START, f"socket directory {own}: {error.strerror}; set XDG_RUNTIME_DIR"
-            ) from error
+            raise
         socket_path = os.path.join(own, "s.sock")
     return Paths(directory, stem + ".state", socket_path, own)
 
 
+def make_socket_directory(environ: Mapping[str, str]) -> str:
+    """Make a directory for the socket alone and return its path; PrefillError (status 3)."""
+    base = environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 - what is made there is 0700
+    path = os.path.join(base, f"onebit-prefill-{os.urandom(6).hex()}")
+    try:
+        os.mkdir(path, 0o700)
+    except OSError as error:
+        raise PrefillError(
+            EXIT_START, f"socket directory {path}: {error.strerror}; set XDG_RUNTIME_DIR"
+        ) from error
+    return path
+
+
+def claim_memory(environ: Mapping[str, str]) -> Paths:
+    """Make memory for the slot to be saved into, and a directory for the socket.
+
+    llama-server opens it by the name of the descriptor that it inherits, so there is no file that
+    anybody could see or a SIGKILL could leave. Raises PrefillError.
+    """
+    try:
+        saved_fd = os.memfd_create("onebit-prefill")
+    except OSError as error:
+        raise PrefillError(EXIT_START, f"memory for the slot: {error.strerror}") from error
+    try:
+        own = make_socket_directory(environ)
+    except PrefillError:
+        os.close(saved_fd)
+        raise
+    return Paths("/proc/self/fd", str(saved_fd), os.path.join(own, "s.sock"), own, saved_fd)
+
+
 def remove_paths(paths: Paths) -> None:
     """Remove whatever of the temporary names is there."""
-    for path in (paths.saved, paths.socket):
+    if paths.saved_fd is not None:
+        os.close(paths.saved_fd)
+    for path in (paths.saved, paths.socket) if paths.saved_fd is None else (paths.socket,):
         with contextlib.suppress(OSError):
             os.unlink(path)
     if paths.socket_directory is not None:
@@ -392,8 +461,10 @@ class Server:
     watching shell that sees its standard input end.
     """
 
-    def __init__(self, command: Sequence[str], socket_path: str) -> None:
-        self._socket_path = socket_path
+    def __init__(self, command: Sequence[str], paths: Paths) -> None:
+        self._socket_path = paths.socket
+        self._hide_socket = paths.saved_fd is not None
+        self._socket_fd: int | None = None
         self._tail = b""
         self._watcher: subprocess.Popen[bytes] | None = None
         env = {key: value for key, value in os.environ.items() if key != "LLAMA_API_KEY"}
@@ -407,6 +478,7 @@ class Server:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=env,
+                pass_fds=() if paths.saved_fd is None else (paths.saved_fd,),
             )
         except OSError as error:
             raise PrefillError(EXIT_START, f"{command[0]}: {error.strerror}") from error
@@ -451,6 +523,20 @@ class Server:
         causes = [line for line in errors if "exiting due to" not in line]
         return (causes or errors or lines or ["it said nothing"])[-1]
 
+    def _address(self) -> str:
+        """Return where it listens; OSError when it does not yet.
+
+        On the shared route its socket loses its name as soon as it is there: connect(2) takes
+        a descriptor's name all the same, and a SIGKILL leaves nothing.
+        """
+        if not self._hide_socket:
+            return self._socket_path
+        if self._socket_fd is None:
+            self._socket_fd = os.open(self._socket_path, os.O_PATH | os.O_CLOEXEC)
+            os.unlink(self._socket_path)
+            os.rmdir(os.path.dirname(self._socket_path))
+        return f"/proc/self/fd/{self._socket_fd}"
+
     def request(
         self, method: str, path: str, body: object, timeout_s: float
     ) -> tuple[int, dict[str, Any]]:
@@ -462,7 +548,7 @@ class Server:
         head = f"{method} {path} HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
-            connection.connect(self._socket_path)
+            connection.connect(self._address())
             connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
         status, raw = split_answer(answer)
@@ -473,13 +559,17 @@ class Server:
         return status, decoded if isinstance(decoded, dict) else {"text": repr(raw[:200])}
 
     def kill(self) -> None:
-        """End it at once (its work is saved or worthless by now) and collect it."""
+        """End it at once and collect it; its work is saved or worthless by now."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_WAIT_S)
         if self._watcher is not None:
             self._watcher.kill()
             self._watcher.communicate()
+            self._watcher = None
+        if self._socket_fd is not None:
+            os.close(self._socket_fd)
+            self._socket_fd = None
 
 
 def split_answer(answer: bytes) -> tuple[int, bytes]:
@@ -555,21 +645,26 @@ def prefill(server: Server, ids: Sequence[int], deadline: float) -> float:
     return float(timings["prompt_ms"]) if isinstance(timings, dict) else math.nan
 
 
-def save(server: Server, paths: Paths, n_ids: int, out: str, deadline: float) -> None:
-    """Save slot 0 and rename the file to `out`; PrefillError (status 5) when it is not whole.
+def save(server: Server, paths: Paths, n_ids: int, deadline: float) -> None:
+    """Save slot 0; PrefillError when that failed or is not whole, OSError.
 
     On a full disk build 10068 answers 200 with n_written 0 and leaves a short file.
     """
     body = {"filename": paths.saved_name}
+    reply = ask(server, "/slots/0?action=save", body, deadline, "it saved the slot")
+    size = os.stat(paths.saved).st_size
+    if reply.get("n_saved") != n_ids or reply.get("n_written") != size:
+        raise PrefillError(
+            EXIT_WRITE,
+            f"the saved slot is not whole: the file has {size} bytes, llama-server speaks of "
+            f"{reply.get('n_written')} bytes and {reply.get('n_saved')} of {n_ids} tokens",
+        )
+
+
+def write_file(server: Server, paths: Paths, n_ids: int, out: str, deadline: float) -> None:
+    """Save slot 0 and rename the file to `out`; PrefillError (status 5) when it is not whole."""
     try:
-        reply = ask(server, "/slots/0?action=save", body, deadline, "it saved the slot")
-        size = os.stat(paths.saved).st_size
-        if reply.get("n_saved") != n_ids or reply.get("n_written") != size:
-            raise PrefillError(
-                EXIT_WRITE,
-                f"the saved slot is not whole: the file has {size} bytes, llama-server speaks of "
-                f"{reply.get('n_written')} bytes and {reply.get('n_saved')} of {n_ids} tokens",
-            )
+        save(server, paths, n_ids, deadline)
         os.chmod(paths.saved, 0o600)
         os.replace(paths.saved, out)
     except PrefillError as error:
@@ -590,6 +685,51 @@ def free_bytes(directory: str) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def open_share(options: Options, n_ids: int) -> Share | None:
+    """Return the memory to write to, None on the file route; PrefillError (status 2 or 6)."""
+    if options.layout is None:
+        return None
+    from onebitd import prefill_share
+
+    try:
+        return prefill_share.open_share(options.layout, options.fds, n_ids)
+    except prefill_share.ShareMismatch as error:
+        raise PrefillError(EXIT_LAYOUT, f"--layout {options.layout}: {error}") from error
+    except OSError as error:
+        what = f"--layout {options.layout}"
+        if error.errno == errno.EBADF:
+            what = f"--fds: descriptor {error.filename}"
+        raise PrefillError(EXIT_USAGE, f"{what}: {error.strerror}") from error
+
+
+def write_share(
+    server: Server,
+    paths: Paths,
+    ids: Sequence[int],
+    share: Share,
+    signals: StopSignals,
+    deadline: float,
+) -> None:
+    """Save slot 0 and write its rows into the decoder's memory; PrefillError.
+
+    Up to the first byte a stop signal ends the run with nothing written. From then on it finishes:
+    rows half written help nobody, and the rest takes less than a stop's grace.
+    """
+    from onebitd import prefill_share
+    from onebitd.core.errors import StateFileError
+
+    try:
+        save(server, paths, len(ids), deadline)
+        server.kill()  # gives the memory of its model and its cache back, before more is touched
+        prefill_share.write_state(share, int(paths.saved_name), ids, signals.ignore)
+    except prefill_share.ShareMismatch as error:
+        raise PrefillError(EXIT_LAYOUT, str(error)) from error
+    except StateFileError as error:
+        raise PrefillError(EXIT_PREFILL, f"the saved slot: {error}") from error
+    except OSError as error:
+        raise PrefillError(EXIT_WRITE, f"the shared memory: {error.strerror}") from error
+
+
 def run(options: Options, signals: StopSignals) -> float:
     """Carry out one run and return `prefill_ms`; PrefillError or Stopped, and nothing is left."""
     deadline = time.monotonic() + options.timeout_s
@@ -597,17 +737,24 @@ def run(options: Options, signals: StopSignals) -> float:
     check_model(options.model)
     ctx_size = choose_ctx_size(options.ctx_size, len(ids))
     program = find_program(options.llama_server)
+    share = open_share(options, len(ids))
     cleanups: list[Callable[[], None]] = []
     try:
         with signals.held():
-            paths = claim_paths(options.out, os.environ)
+            if options.out is None:
+                paths = claim_memory(os.environ)
+            else:
+                paths = claim_paths(options.out, os.environ)
             cleanups.append(lambda: remove_paths(paths))
             command = server_command(options, program, paths, ctx_size)
-            server = Server(command, paths.socket)
+            server = Server(command, paths)
             cleanups.append(server.kill)
         wait_ready(server, command, deadline)
         prefill_ms = prefill(server, ids, deadline)
-        save(server, paths, len(ids), options.out, deadline)
+        if share is not None:
+            write_share(server, paths, ids, share, signals, deadline)
+        elif options.out is not None:
+            write_file(server, paths, len(ids), options.out, deadline)
         return prefill_ms
     finally:
         try:
@@ -633,7 +780,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.kill(os.getpid(), stop.signum)  # so that the parent sees what ended this program
         return 128 + stop.signum
     result = {} if math.isnan(prefill_ms) else {"prefill_ms": round(prefill_ms, 3)}
-    with contextlib.suppress(OSError):  # nobody reads stdout: the state file is whole all the same
+    with contextlib.suppress(OSError):  # nobody reads stdout: the state is whole all the same
         os.write(sys.stdout.fileno(), json.dumps(result).encode() + b"\n")
     return 0
 

@@ -219,6 +219,23 @@ class LlamaServer:
         """Save slot 0 under this name in the slot directory; return how many tokens it held."""
         return _count(await self._slot_action("save", {"filename": name}), "n_saved")
 
+    async def share(self, socket_path: str) -> None:
+        """Have the decoder export its cache: it connects to this socket and sends descriptors."""
+        await self._slot_action("share", {"socket": socket_path})
+
+    async def adopt(self, tokens: Sequence[int], share_id: int) -> int | None:
+        """Have slot 0 take what was written into its shared cells as these tokens.
+
+        Returns:
+            how many tokens it says that it took, None when it does not say.
+        """
+        body = {"tokens": list(tokens), "share_id": share_id, "leave_one_token": True}
+        answer = await self._slot_action("adopt", body)
+        for name in ("n_adopted", "n_restored"):
+            if isinstance(answer.get(name), int):
+                return _count(answer, name)
+        return None
+
     async def erase(self) -> None:
         """Empty slot 0."""
         await self._slot_action("erase", {})

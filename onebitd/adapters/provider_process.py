@@ -51,6 +51,8 @@ async def run_provider(
     guard: Guard,
     on_line: Callable[[str, bytes], None],
     on_stuck: Callable[[Child], None],
+    pass_fds: Sequence[int] = (),
+    late_counts: bool = False,
 ) -> ProviderResult:
     """Run the provider once, to its end.
 
@@ -61,6 +63,9 @@ async def run_provider(
         guard: kills its group if the daemon dies.
         on_line: called with ("stdout" | "stderr", line) for the log.
         on_stuck: given the run when not even SIGKILL ended it; it may still use the device.
+        pass_fds: descriptors that it inherits, beside its three pipes nothing else.
+        late_counts: a run past its time limit that ends with status 0 when it is asked to has done
+            its work.
 
     Raises:
         HandoffError: `provider_exit` (status, or it could not be started) or `provider_timeout`.
@@ -70,7 +75,7 @@ async def run_provider(
     """
     started = time.monotonic()
     try:
-        child = spawn(argv, env=env, guard=guard, oom_score_adj=_OOM_SCORE_ADJ)
+        child = spawn(argv, env=env, guard=guard, oom_score_adj=_OOM_SCORE_ADJ, pass_fds=pass_fds)
     except SpawnError as error:
         raise HandoffError(Reason.PROVIDER_EXIT, str(error)) from error
     stdout: deque[bytes] = deque(maxlen=_KEPT_LINES)
@@ -96,7 +101,7 @@ async def run_provider(
         raise HandoffError(
             Reason.PROVIDER_TIMEOUT, f"the provider (pid {child.pid}) cannot be killed{tail}"
         )
-    if end is _End.TIMED_OUT:
+    if end is _End.TIMED_OUT and not (late_counts and child.returncode == 0):
         raise HandoffError(
             Reason.PROVIDER_TIMEOUT, f"no result within {timeout_s:g} s (provider.timeout_s){tail}"
         )

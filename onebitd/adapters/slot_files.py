@@ -138,6 +138,21 @@ class RunFiles:
         """Where the provider writes its state file."""
         return str(self._directory / provider_contract.STATE_FILE)
 
+    def write_header(self, header: bytes) -> str:
+        """Write the decoder's share message for the provider; return its path.
+
+        Raises:
+            HandoffError: `no_space`, whatever keeps it from being written.
+        """
+        path = self._directory / provider_contract.HEADER_FILE
+        try:
+            _write_private(path, header)
+        except OSError as error:
+            raise HandoffError(
+                Reason.NO_SPACE, f"cannot write the layout file {path}: {error.strerror}"
+            ) from error
+        return str(path)
+
     async def take_state(
         self, layout: Layout, tokens: Sequence[int], swa_window: int | None
     ) -> tuple[str, int]:

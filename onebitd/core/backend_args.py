@@ -20,6 +20,9 @@ NO_SWA_FULL: Final = "--no-swa-full"
 llama-server has no such flag (its default is off), so it is taken out and never passed on.
 """
 
+SHARE_VARIABLE: Final = "ONEBIT_KV_SHARE"
+"""Set and not empty: the decoder keeps its cache in memory that it can export."""
+
 PARALLEL_FLAGS: Final = frozenset({"-np", "--parallel"})
 CTX_SIZE_FLAGS: Final = frozenset({"-c", "--ctx-size"})
 CACHE_RAM_FLAGS: Final = frozenset({"-cram", "--cache-ram"})
@@ -224,13 +227,19 @@ def environment_refusals(env: Mapping[str, str], where: str) -> list[str]:
     return found
 
 
-def decoder_environment(inherited: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
+def decoder_environment(
+    inherited: Mapping[str, str], extra: Mapping[str, str], *, share: bool = False
+) -> dict[str, str]:
     """Return llama-server's environment: the daemon's, less what is refused, with `extra` on top.
+
+    `share`: it is to keep its cache in memory that it can share; it looks for that at its start.
 
     A variable that the daemon's own environment holds for other llama-servers (a machine-wide
     `LLAMA_ARG_MMPROJ`, say) is no fault of this configuration, so it is dropped, not reported.
     """
     kept = {name: value for name, value in inherited.items() if _variable_row(name) is None}
+    if share:
+        kept[SHARE_VARIABLE] = "1"
     return kept | dict(extra)
 
 

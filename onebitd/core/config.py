@@ -343,9 +343,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         maximum=2**31 - 1,
         reload=True,
     ),
-    Setting(
-        "handoff.share", bool, False, "use the shared route", env="ONEBIT_KV_SHARE", reload=True
-    ),
+    Setting("handoff.share", bool, False, "use the shared route", env="ONEBIT_KV_SHARE"),
     Setting(
         "handoff.state_dir",
         PurePath,

@@ -69,7 +69,8 @@ class BackendStatus:
 class ProviderStatus:
     """The prefill provider; `state` is `none`, `idle`, `running` or `stuck`.
 
-    `breaker` is `closed`: every failure is tried again with the next prompt.
+    `breaker` is `closed`: every failure is tried again with the next prompt. `shared` is the shared
+    route: `off`, `on`, or `not supported by this decoder`.
     """
 
     program: str | None
@@ -78,6 +79,7 @@ class ProviderStatus:
     consecutive_failures: int
     last_error: dict[str, str] | None
     """`time`, `reason` and `detail` of the last failed handoff, None when there was none."""
+    shared: str = "off"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@
     |-- ConfigError               exit 2: the configuration, every problem at once
     |-- GgufError                 not a GGUF file (core/gguf_header)
     |-- SpawnError                a program cannot be started (adapters/process)
+    |-- ShareLayoutError          a shared memory's header cannot be (core/share_layout)
     |-- UnitFilesError            units cannot be installed or removed (core/unit_layout)
     |-- NeedsRoot                 exit 4: only root may do this (surfaces/cli_units)
     |-- ClientError               a question to the control socket has no answer (client)

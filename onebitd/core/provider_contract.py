@@ -11,6 +11,7 @@ from onebitd.core.config import NO_LOCK_VARIABLE
 
 TOKENS_FILE: Final = "tokens.txt"
 STATE_FILE: Final = "state.bin"
+HEADER_FILE: Final = "layout.json"
 
 LLAMA_SERVER_VARIABLE: Final = "ONEBIT_LLAMA_SERVER"
 
@@ -22,6 +23,26 @@ def file_route_argv(
 ) -> list[str]:
     """Return the command line of a run on the file route."""
     argv = [program, "--tokens", tokens_file, "--out", state_file, "--model", model]
+    return argv if elfs is None else [*argv, "--elfs", elfs]
+
+
+def shared_route_argv(
+    program: str,
+    *,
+    tokens_file: str,
+    model: str,
+    header_file: str,
+    fds: Sequence[int],
+    elfs: str | None,
+) -> list[str]:
+    """Return the command line of a run on the shared route.
+
+    Args:
+        header_file: the JSON message that the decoder sent.
+        fds: numbers of the descriptors that the program inherits, in the order they arrived.
+    """
+    argv = [program, "--tokens", tokens_file, "--model", model, "--layout", header_file]
+    argv += ["--fds", ",".join(map(str, fds))]
     return argv if elfs is None else [*argv, "--elfs", elfs]
 
 

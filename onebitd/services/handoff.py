@@ -36,6 +36,7 @@ from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route, outcome_
 from onebitd.services.admission import Admission, Ticket
 from onebitd.services.history import History
 from onebitd.services.provider_runs import ProviderRuns, ProviderState, timed
+from onebitd.services.share_route import ShareRoute
 from onebitd.services.supervisor import BackendFacts, Supervisor
 
 log = structlog.get_logger()
@@ -83,6 +84,7 @@ class Handoffs:
         self.runs = ProviderRuns(
             config, slots, lock, guard, environ, supervisor.swa_window, supervisor.program
         )
+        self.shares = ShareRoute(supervisor, self.runs, self.make_safe)
 
     def reconfigure(self, config: Config, lock: DeviceLock | None) -> None:
         """Take over a new configuration; exchanges that have begun keep theirs.
@@ -269,6 +271,8 @@ class Exchange:
         if isinstance(plan, policy.Skip):
             self._skip = plan
             return
+        if config.handoff.share and await self._by_share(facts, ticket, tokens[:-1]):
+            return
         self.record.route = plan.route
         await self._by_file(facts, ticket, tokens[:-1])
 
@@ -304,6 +308,28 @@ class Exchange:
         ticket.phase = "tokenize"
         with timed(self.record, "tokenize_ms"):
             return await facts.server.tokenize(content)
+
+    async def _by_share(self, facts: BackendFacts, ticket: Ticket, tokens: list[int]) -> bool:
+        """Hand over through the decoder's memory; False when nothing of that has begun."""
+        shares = self._handoffs.shares
+        if shares.refusal_of(facts) is None:
+            # It is the slot's own memory that the provider writes to: nobody else may be in it.
+            with self._waiting("queue_ms", ticket):
+                await ticket.wait_slot()
+            facts = await self._handoffs.supervisor.wait_ready()
+        self.record.route = Route.SHARED
+        why_not = await shares.hand_over(facts, tokens, self.record, ticket, self._config)
+        if why_not is None:
+            self._handed = self.record.handed_tokens = len(tokens)
+            self._generation = facts.generation
+            return True
+        log.info(
+            "share_not_used",
+            request_id=self.record.request_id,
+            reason=why_not.reason,
+            line=f"not shared, by file instead ({why_not.reason}: {why_not.detail})",
+        )
+        return False
 
     async def _by_file(self, facts: BackendFacts, ticket: Ticket, tokens: list[int]) -> None:
         handoffs = self._handoffs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
 import structlog
@@ -13,6 +13,7 @@ import trio
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.process import Child, Guard
 from onebitd.adapters.provider_process import run_provider
+from onebitd.adapters.share_listener import Shared
 from onebitd.adapters.slot_files import RunFiles, SlotFiles
 from onebitd.core import provider_contract
 from onebitd.core.config import Config
@@ -227,22 +228,78 @@ class ProviderRuns:
         """
         ticket.phase = "lock"
         async with self._turn:
-            if self._stuck is not None:
-                raise HandoffError(
-                    Reason.PROVIDER_TIMEOUT,
-                    f"an earlier provider run (pid {self._stuck.pid}) cannot be killed",
-                )
+            self._refuse_if_stuck()
             self._slots.check_space(layout.bytes_for(len(tokens)))
-            run = self._slots.new_run(tokens)
-            try:
-                await self._run_locked(run, record, ticket, config)
+            with self._run_files(tokens) as run:
+                argv = provider_contract.file_route_argv(
+                    _program(config),
+                    tokens_file=run.tokens_path,
+                    state_file=run.state_path,
+                    model=config.model.path,
+                    elfs=config.provider.elfs,
+                )
+                await self._run_locked(argv, record, ticket, config)
                 with timed(record, "check_ms"):
                     return await run.take_state(layout, tokens, self._swa_window)
-            finally:
-                run.remove()
+
+    async def prefill_shared(
+        self,
+        tokens: list[int],
+        shared: Shared,
+        begin: Callable[[], Awaitable[None]],
+        record: HandoffRecord,
+        ticket: Ticket,
+        config: Config,
+    ) -> None:
+        """Have the provider prefill these tokens into memory that the decoder shares.
+
+        Args:
+            tokens, record, ticket, config: as for `prefill`.
+            shared: the decoder's descriptors; the caller closes them.
+            begin: called before the provider gets them.
+
+        Raises:
+            HandoffError: with the reason. Whatever happens, the run is over by then, unless
+                `state` says that it is stuck.
+        """
+        ticket.phase = "lock"
+        async with self._turn:
+            self._refuse_if_stuck()
+            with self._run_files(tokens) as run:
+                argv = provider_contract.shared_route_argv(
+                    _program(config),
+                    tokens_file=run.tokens_path,
+                    model=config.model.path,
+                    header_file=run.write_header(shared.header),
+                    fds=shared.fds,
+                    elfs=config.provider.elfs,
+                )
+                await self._run_locked(argv, record, ticket, config, begin=begin, fds=shared.fds)
+
+    def _refuse_if_stuck(self) -> None:
+        if self._stuck is not None:
+            raise HandoffError(
+                Reason.PROVIDER_TIMEOUT,
+                f"an earlier provider run (pid {self._stuck.pid}) cannot be killed",
+            )
+
+    @contextlib.contextmanager
+    def _run_files(self, tokens: list[int]) -> Iterator[RunFiles]:
+        run = self._slots.new_run(tokens)
+        try:
+            yield run
+        finally:
+            run.remove()
 
     async def _run_locked(
-        self, run: RunFiles, record: HandoffRecord, ticket: Ticket, config: Config
+        self,
+        argv: Sequence[str],
+        record: HandoffRecord,
+        ticket: Ticket,
+        config: Config,
+        *,
+        begin: Callable[[], Awaitable[None]] | None = None,
+        fds: Sequence[int] = (),
     ) -> None:
         lock = self._in_use = self._lock
         try:
@@ -251,28 +308,27 @@ class ProviderRuns:
                     _drop_if_lost(lock)
                     if not lock.held:
                         await lock.wait_acquired(self._config.lock.wait_s)
-            await self._run_provider(run, record, ticket, config)
+            if begin is not None:
+                await begin()
+            await self._run_provider(argv, fds, record, ticket, config)
         finally:
             if self._stuck is None:
                 self._end_use()
 
     async def _run_provider(
-        self, run: RunFiles, record: HandoffRecord, ticket: Ticket, config: Config
+        self,
+        argv: Sequence[str],
+        fds: Sequence[int],
+        record: HandoffRecord,
+        ticket: Ticket,
+        config: Config,
     ) -> None:
-        program = config.provider.program
-        assert program is not None  # noqa: S101 - plan() hands off only with a provider
         ticket.phase = "prefill"
         self._running = True
         try:
             with timed(record, "provider_wall_ms"):
                 result = await run_provider(
-                    provider_contract.file_route_argv(
-                        program,
-                        tokens_file=run.tokens_path,
-                        state_file=run.state_path,
-                        model=config.model.path,
-                        elfs=config.provider.elfs,
-                    ),
+                    argv,
                     env=provider_contract.environment(
                         self._environ,
                         config.provider.env,
@@ -283,6 +339,8 @@ class ProviderRuns:
                     guard=self._guard,
                     on_line=self._take_line,
                     on_stuck=self._note_stuck,
+                    pass_fds=fds,
+                    late_counts=bool(fds),
                 )
         finally:
             self._running = False
@@ -291,6 +349,12 @@ class ProviderRuns:
 
     def _take_line(self, stream: str, line: bytes) -> None:
         self._output.write("debug", line, stream=stream)
+
+
+def _program(config: Config) -> str:
+    program = config.provider.program
+    assert program is not None  # noqa: S101 - plan() hands off only with a provider
+    return program
 
 
 def _drop_if_lost(lock: DeviceLock) -> bool:

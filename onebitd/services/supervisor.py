@@ -175,6 +175,11 @@ class Supervisor:
         return list(self._launch.devices)
 
     @property
+    def directory(self) -> Path:
+        """The private directory that its socket is in."""
+        return self._launch.socket_path.parent
+
+    @property
     def program(self) -> str:
         """The decoder's program."""
         return self._launch.argv[0]

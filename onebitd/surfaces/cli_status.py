@@ -143,7 +143,8 @@ def _provider_values(provider: Mapping[str, Any]) -> list[str]:
     text = f"{provider.get('state', '?')}, {provider['program']}"
     if provider.get("breaker") not in (None, "closed"):
         text += f", breaker {provider['breaker']}"
-    return [text]
+    shared = provider.get("shared")
+    return [text] if shared in (None, "off") else [text, f"shared: {shared}"]
 
 
 def _lock_values(lock: Mapping[str, Any], daemon_pid: object) -> list[str]:

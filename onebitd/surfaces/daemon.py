@@ -512,13 +512,6 @@ def _remarks(config: Config) -> list[tuple[str, str]]:
                 "the decoder prefills every prompt",
             )
         )
-    if config.handoff.share:
-        remarks.append(
-            (
-                "share_not_there",
-                "handoff.share is set, but this version hands over by state file only",
-            )
-        )
     return remarks
 
 

@@ -127,8 +127,7 @@ Arguments after -- are passed to llama-server, behind those of backend.args.
 environment:
   ONEBIT_HYBRID_PREFILL  prefill provider program (provider.program)
   ONEBIT_HYBRID_ELFS     directory passed to the provider as --elfs (provider.elfs)
-  ONEBIT_KV_SHARE        set and not empty, 0 too: use the shared route (handoff.share;
-                         not in this version, which goes on with files)
+  ONEBIT_KV_SHARE        set and not empty, 0 too: use the shared route (handoff.share)
   ONEBIT_LLAMA_SERVER    llama-server program (backend.llama_server)
   NPU_NO_DEVICE_LOCK     set: take no NPU device lock
 

@@ -35,7 +35,7 @@ def plan_launch(config: Config, runtime: Path, environ: Mapping[str, str]) -> La
         ConfigError: the model is not a GGUF file, or llama-server does not run.
     """
     backend = config.backend
-    env = backend_args.decoder_environment(environ, backend.env)
+    env = backend_args.decoder_environment(environ, backend.env, share=config.handoff.share)
     try:
         program = find_program(backend.llama_server, env.get("PATH"))
     except SpawnError as error:

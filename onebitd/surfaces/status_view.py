@@ -149,6 +149,7 @@ class StatusView:
             breaker="closed",
             consecutive_failures=self.history.consecutive_failures,
             last_error=self.history.last_failure,
+            shared=self._handoffs.shares.state(self._config),
         )
 
     def _lock_status(self) -> LockStatus:

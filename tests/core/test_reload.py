@@ -31,7 +31,7 @@ OTHER: dict[str, Any] = {
 RESTART = (
     *("model.path", "model.alias", "model.ctx_size", "http.host", "http.port"),
     *("backend.llama_server", "backend.device", "backend.args", "backend.env"),
-    "handoff.state_dir",
+    *("handoff.share", "handoff.state_dir"),
 )
 
 
