@@ -8,6 +8,7 @@ made safe.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -187,7 +188,11 @@ class ShareRoute:
         async def begin() -> None:
             nonlocal begun
             begun = True
-            if memory is None or not await trio.to_thread.run_sync(memory.mark):
+            marked = False
+            if memory is not None:
+                with contextlib.suppress(OSError):  # then the provider will fail on it, too
+                    marked = await trio.to_thread.run_sync(memory.mark)
+            if not marked:
                 log.debug("share_unmarked", detail="unwritten rows would not be noticed")
 
         good = False
