@@ -219,9 +219,15 @@ class LlamaServer:
         """Save slot 0 under this name in the slot directory; return how many tokens it held."""
         return _count(await self._slot_action("save", {"filename": name}), "n_saved")
 
-    async def share(self, socket_path: str) -> None:
-        """Have the decoder export its cache: it connects to this socket and sends descriptors."""
-        await self._slot_action("share", {"socket": socket_path})
+    async def share(self, socket_path: str) -> int | None:
+        """Have the decoder export its cache: it connects to this socket and sends descriptors.
+
+        Returns:
+            the share's id, None when the answer does not name it.
+        """
+        answer = await self._slot_action("share", {"socket": socket_path})
+        share_id = answer.get("share_id")
+        return share_id if type(share_id) is int else None
 
     async def adopt(self, tokens: Sequence[int], share_id: int) -> int | None:
         """Have slot 0 take what was written into its shared cells as these tokens.

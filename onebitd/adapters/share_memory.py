@@ -7,11 +7,15 @@ and looked at again afterwards.
 
 By pread and pwrite: a mapping dies with SIGBUS when the decoder truncates its memory. What takes
 neither (a dma-buf has mappings only) is left unmarked.
+
+When such a handoff fails, its rows are filled with zeros: llama.cpp zeroes a new cache to keep what
+is no number out of the cells that it masks (llama-kv-cache.cpp), and an erase leaves them as they
+are.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -21,8 +25,8 @@ import numpy as np
 from onebitd.core.share_layout import ShareLayout, ShareTensor
 
 _MARKED_ROWS: Final = 8
-_NO_FILE: Final = (errno.EINVAL, errno.ESPIPE, errno.ENXIO, errno.EPERM, errno.EBADF, errno.EACCES)
 _FLOATS: Final = {"f32": "<f4", "f16": "<f2"}
+_ZEROS: Final = bytes(1 << 20)
 
 
 class SharedMemory:
@@ -37,7 +41,8 @@ class SharedMemory:
     def __init__(self, fds: Sequence[int], layout: ShareLayout, n_tokens: int) -> None:
         self._fds = fds
         self._layout = layout
-        self._positions = _spread(n_tokens)
+        self._n_tokens = n_tokens
+        self._positions = marked_positions(n_tokens)
         self._is_marked = False
 
     def mark(self) -> bool:
@@ -48,12 +53,21 @@ class SharedMemory:
             try:
                 if os.pwrite(self._fds[tensor.region], mark, place) != tensor.row_size:
                     return False
-            except OSError as error:
-                if error.errno in _NO_FILE:
-                    return False
-                raise
+            except OSError:
+                return False
         self._is_marked = True
         return True
+
+    def clear(self) -> None:
+        """Fill the rows of all positions with zeros, where `mark` could. Blocks as a copy does."""
+        for tensor in self._layout.tensors:
+            place, end = tensor.offset, tensor.offset + self._n_tokens * tensor.row_size
+            with contextlib.suppress(OSError):
+                while place < end:
+                    written = os.pwrite(self._fds[tensor.region], _ZEROS[: end - place], place)
+                    if not written:
+                        break
+                    place += written
 
     def fault(self) -> str | None:
         """Say which row was not written, or holds what is no number; None when all is well."""
@@ -61,8 +75,11 @@ class SharedMemory:
             return None
         for tensor, position in self._rows():
             place = tensor.offset + position * tensor.row_size
-            row = os.pread(self._fds[tensor.region], tensor.row_size, place)
             where = f"layer {tensor.layer} {tensor.kind.upper()}, position {position}"
+            try:
+                row = os.pread(self._fds[tensor.region], tensor.row_size, place)
+            except OSError as error:
+                return f"{where}: it cannot be read: {error.strerror}"
             if len(row) != tensor.row_size or row.count(0xFF) == len(row):
                 return f"{where}: it was not written"
             element = _FLOATS.get(tensor.type)
@@ -76,7 +93,7 @@ class SharedMemory:
                 yield tensor, position
 
 
-def _spread(n_tokens: int) -> list[int]:
+def marked_positions(n_tokens: int) -> list[int]:
     """Return the first position, the last, and some between them."""
     last = n_tokens - 1
     return sorted({round(last * step / (_MARKED_ROWS - 1)) for step in range(_MARKED_ROWS)})

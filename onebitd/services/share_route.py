@@ -8,7 +8,6 @@ made safe.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -101,9 +100,7 @@ class ShareRoute:
         try:
             with timed(record, "share_ms"):
                 shared = await self._share(facts)
-        except HandoffError as error:
-            if error.reason is Reason.BACKEND_DOWN:
-                raise
+        except HandoffError as error:  # a decoder that died over it included: a file fits the next
             record.share_ms = 0.0
             return error
         with shared:
@@ -113,6 +110,7 @@ class ShareRoute:
                 record.share_ms = 0.0
                 return error
             await self._fill(facts, tokens, shared, layout, record, ticket, config)
+        await trio.lowlevel.checkpoint_if_cancelled()  # the client may have left in the adoption
         return None
 
     async def _share(self, facts: BackendFacts) -> Shared:
@@ -121,6 +119,7 @@ class ShareRoute:
         if pid is None or self._supervisor.facts is not facts:
             raise _gone("the decoder has gone before it shared")
         received: list[Shared | HandoffError] = []
+        answered: int | None = None
         kept = False
         try:
             with ShareListener(self._socket_path) as listener:
@@ -136,9 +135,10 @@ class ShareRoute:
                             nursery.cancel_scope.cancel()  # its answer would change nothing
 
                     nursery.start_soon(receive)
-                    refusal = await self._ask(facts)
-                    if refusal is not None:
-                        received.append(refusal)
+                    try:
+                        answered = await self._ask(facts)
+                    except HandoffError as error:
+                        received.append(error)
                         nursery.cancel_scope.cancel()
             outcome = received[0]
             if isinstance(outcome, HandoffError):
@@ -146,6 +146,12 @@ class ShareRoute:
             if len(received) > 1:  # a message, and then a refusal
                 assert isinstance(received[1], HandoffError)  # noqa: S101 - one receiver, one asker
                 raise received[1]
+            if answered not in (None, outcome.share_id):  # an earlier request's, which had left
+                raise HandoffError(
+                    Reason.SHARE_HANDSHAKE,
+                    f"the decoder's message is of share {outcome.share_id}, its answer of share "
+                    f"{answered}",
+                )
             kept = True
             return outcome
         finally:
@@ -153,24 +159,27 @@ class ShareRoute:
                 if isinstance(one, Shared) and not kept:
                     one.close()
 
-    async def _ask(self, facts: BackendFacts) -> HandoffError | None:
-        """Ask the decoder to share; return why it does not."""
+    async def _ask(self, facts: BackendFacts) -> int | None:
+        """Ask the decoder to share; return the share's id if its answer names one.
+
+        Raises:
+            HandoffError: it does not share.
+        """
         try:
-            await facts.server.share(str(self._socket_path))
+            return await facts.server.share(str(self._socket_path))
         except BackendRefused as error:
             if error.status == _CANNOT_EXPORT or (
                 error.status in _UNKNOWN_ACTION and _says_unknown(error)
             ):
                 self._refused = (facts.generation, str(error))
-            return HandoffError(Reason.SHARE_REFUSED, str(error))
+            raise HandoffError(Reason.SHARE_REFUSED, str(error)) from error
         except BackendTimeout as error:
             self._supervisor.kill(f"it did not answer a share: {error}")
-            return HandoffError(Reason.BACKEND_DOWN, str(error))
+            raise HandoffError(Reason.BACKEND_DOWN, str(error)) from error
         except BackendGone as error:
-            return _gone(f"the decoder died as it was to share: {error}")
+            raise _gone(f"the decoder died as it was to share: {error}") from error
         except BackendError as error:
-            return HandoffError(Reason.SHARE_REFUSED, str(error))
-        return None
+            raise HandoffError(Reason.SHARE_REFUSED, str(error)) from error
 
     async def _fill(
         self,
@@ -190,8 +199,7 @@ class ShareRoute:
             begun = True
             marked = False
             if memory is not None:
-                with contextlib.suppress(OSError):  # then the provider will fail on it, too
-                    marked = await trio.to_thread.run_sync(memory.mark)
+                marked = await trio.to_thread.run_sync(memory.mark)
             if not marked:
                 log.debug("share_unmarked", detail="unwritten rows would not be noticed")
 
@@ -205,25 +213,27 @@ class ShareRoute:
             good = True
         finally:
             if begun and not good:
-                await self._take_out(facts)
+                await self._take_out(facts, memory)
+                await trio.lowlevel.checkpoint_if_cancelled()  # the cancel is why, if there was one
 
     async def _check(self, memory: SharedMemory) -> None:
-        try:
-            fault = await trio.to_thread.run_sync(memory.fault)
-        except OSError as error:
-            fault = f"it cannot be read: {error.strerror}"
+        fault = await trio.to_thread.run_sync(memory.fault)
         if fault is not None:
             raise HandoffError(Reason.BAD_STATE, f"the shared memory, {fault}")
 
-    async def _take_out(self, facts: BackendFacts) -> None:
+    async def _take_out(self, facts: BackendFacts, memory: SharedMemory | None) -> None:
         """See that nothing is decoded from what a provider may have left half done."""
+        if self._supervisor.facts is not facts:
+            return  # it is nobody's memory any more
         with trio.CancelScope(shield=True):
             if self._runs.state == "stuck":
                 self._supervisor.kill(
                     "a provider that cannot be killed may write to its memory", its_own_fault=False
                 )
-            elif self._supervisor.facts is facts:
-                await self._make_safe(facts, "a handoff through shared memory that failed")
+                return
+            if memory is not None:
+                await trio.to_thread.run_sync(memory.clear)
+            await self._make_safe(facts, "a handoff through shared memory that failed")
 
     async def _adopt(
         self, facts: BackendFacts, tokens: list[int], shared: Shared, record: HandoffRecord

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -32,7 +31,6 @@ from onebitd.adapters.systemd import ServiceManager
 from onebitd.core import paths
 from onebitd.core.backend_state import BackendState
 from onebitd.core.config import Config
-from onebitd.core.config_checks import is_loopback
 from onebitd.core.errors import BackendFailed, ConfigError, OnebitError, UsageError
 from onebitd.core.reload import Merged
 from onebitd.services.admission import Admission
@@ -42,16 +40,18 @@ from onebitd.services.supervisor import Launch, Supervisor
 from onebitd.surfaces import daemon_args, reload
 from onebitd.surfaces.control_http import create_control_app
 from onebitd.surfaces.launch import plan_launch, slots_dir
+from onebitd.surfaces.listening import Listening, open_listeners, turn_away
 from onebitd.surfaces.public_http import PublicApp
 from onebitd.surfaces.status_view import StatusView
 
 log = structlog.get_logger()
 
-_BACKLOG: Final = 1024
 _DEBUG_HANG: Final = "ONEBIT_DEBUG_HANG"
-_PASSED_NAMES: Final = ("http", "control")
 _ARRIVE_S: Final = 0.25
 """The request of a connection that was just accepted is on its way."""
+_LAST_ANSWER_S: Final = 3.0
+"""A request that was cut off still waits for what the decoder does to the slot; longer than this
+only the decoder's own end ends that."""
 _NOTIFY_EVERY_S: Final = 1.0
 _EXTEND_S: Final = 30.0
 _RELOAD_LOCK_S: Final = 30.0
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _serve(args, config, runtime, manager, warnings=problems)
     except OnebitError as error:
         if manager is not None:
-            _turn_away(manager, str(error))
+            turn_away(manager, str(error))
         for line in str(error).splitlines():
             print(f"onebitd: {line}", file=sys.stderr)  # noqa: T201
         if isinstance(error, UsageError | ConfigError) and len(str(error).splitlines()) > 1:
@@ -92,14 +92,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if manager is not None:
             manager.close()
     return 0
-
-
-def _turn_away(manager: ServiceManager, reason: str) -> None:
-    """Answer who waits on the passed sockets: unanswered, they would have us started again."""
-    passed = manager.listen_fds()
-    listeners.turn_away(passed.get("control", []), f"onebitd has ended: {reason}")
-    # What is wrong is for the operator alone.
-    listeners.turn_away(passed.get("http", []), "onebitd has ended; its log says why")
 
 
 def _serve(
@@ -190,9 +182,7 @@ class Daemon:
         self._stop_asked = trio.Event()
         self._hurry = trio.Event()
         self._failure: BackendFailed | None = None
-        self._listen: list[str] = []
-        self._port_is_passed = False
-        self._hosts: list[str] = []
+        self._listening: Listening
         self._keys: tuple[str, ...] = ()
         self._reloads = reload.Reloads(self, read)
         self._history = History()
@@ -216,7 +206,7 @@ class Daemon:
     @property
     def listens_on(self) -> Sequence[str]:
         """Hosts of the public listener."""
-        return self._hosts
+        return self._listening.hosts
 
     @property
     def is_stopping(self) -> bool:
@@ -246,11 +236,11 @@ class Daemon:
             swept = slots.sweep()
             if swept:
                 log.info("swept", entries=swept, path=str(slots.path))
-            control, public = self._open_listeners()
+            self._listening = open_listeners(config, self._manager, runtime)
             guard = Guard()
             try:
                 self._build(launch, slots, guard)
-                await self._run_services(control, public)
+                await self._run_services()
             finally:
                 guard.close()
                 slots.sweep()
@@ -261,51 +251,6 @@ class Daemon:
         if self._failure is not None:
             raise self._failure
 
-    def _open_listeners(self) -> tuple[list[socket.socket], list[socket.socket]]:
-        config = self._config
-        passed = self._manager.listen_fds()
-        strange = sorted(set(passed) - set(_PASSED_NAMES))
-        if strange:
-            raise ConfigError(
-                [
-                    f"a socket named {name!r} was passed; its unit needs FileDescriptorName=http or"
-                    " FileDescriptorName=control"
-                    for name in strange
-                ]
-            )
-        # The port first: it may be taken, and then no control socket has to be removed again.
-        # Copies: the passed ones are needed once more if this ends badly.
-        public = [listeners.adopt(os.dup(fd)) for fd in passed.get("http", [])]
-        self._port_is_passed = bool(public)
-        if public:
-            self._check_exposure(public)
-        else:
-            public = listeners.open_tcp(config.http.host, config.http.port, _BACKLOG)
-        control = [listeners.adopt(os.dup(fd)) for fd in passed.get("control", [])]
-        if not control:
-            mode = 0o660 if os.geteuid() == 0 or self._manager.present else 0o600
-            control = [listeners.open_unix(self._runtime / paths.CONTROL_SOCKET, mode)]
-        self._listen = [_address_of(listener) for listener in public]
-        tcp = [one for one in public if one.family != socket.AF_UNIX]
-        self._hosts = [one.getsockname()[0] for one in tcp]
-        return control, public
-
-    def _check_exposure(self, public: Sequence[socket.socket]) -> None:
-        """Refuse what `http.host` is refused for: an address that others reach, without keys."""
-        http = self._config.http
-        if http.api_key_file is not None or http.allow_unauthenticated:
-            return
-        for listener in public:
-            name = _address_of(listener)
-            if listener.family != socket.AF_UNIX and not is_loopback(listener.getsockname()[0]):
-                raise ConfigError(
-                    [
-                        f"http.api_key_file: required because the socket that systemd passed,"
-                        f" {name}, is not on a loopback address; name a file with keys, or set"
-                        " http.allow_unauthenticated = true"
-                    ]
-                )
-
     def _build(self, launch: Launch, slots: SlotFiles, guard: Guard) -> None:
         config = self._config
         self._supervisor = Supervisor(
@@ -315,7 +260,7 @@ class Daemon:
             load_timeout_s=config.backend.load_timeout_s,
             restart_max=config.backend.restart_max,
             on_change=self._tell_manager,
-            clients_wait=self._port_is_passed,
+            clients_wait=self._listening.public_is_passed,
         )
         self._lock = DeviceLock(config.lock.path) if config.lock.enabled else None
         self._handoffs = Handoffs(
@@ -334,22 +279,18 @@ class Daemon:
             self._handoffs,
             self._admission,
             self._history,
-            self._listen,
+            self._listening.addresses,
             service_manager=self._manager.present,
         )
 
-    async def _run_services(
-        self,
-        control_sockets: Sequence[socket.socket],
-        public_sockets: Sequence[socket.socket],
-    ) -> None:
+    async def _run_services(self) -> None:
         app = self._app = PublicApp(
             self._handoffs, self._config.http, self._keys, lambda: self._view.draining
         )
         control_app: Any = create_control_app(self._view, self._reloads.reload)
-        public_server = HttpServer(app, public_sockets)
+        public_server = HttpServer(app, self._listening.public)
         public = _Service(public_server.run)
-        control = _Service(HttpServer(control_app, control_sockets).run)
+        control = _Service(HttpServer(control_app, self._listening.control).run)
         handoffs = _Service(self._handoffs.runs.run)
         decoder = _Service(self._run_decoder)
         reloads = _Service(self._reloads.run)
@@ -364,13 +305,15 @@ class Daemon:
             decoder.start_soon(nursery)
             await self._stop_asked.wait()
             await reloads.stop()
-            if self._port_is_passed:
+            if self._listening.public_is_passed:
                 # Whoever comes now waits in the socket's backlog for the next onebitd.
                 public_server.stop_accepting()
                 await trio.sleep(_ARRIVE_S)
             await self._drain(app)
-            await public.stop()
+            with trio.move_on_after(_LAST_ANSWER_S):
+                await public.stop()
             await decoder.stop()
+            await public.stop()
             await handoffs.stop()
             self._history.close()
             await control.stop()
@@ -383,7 +326,7 @@ class Daemon:
         config = self._config
         log.info(
             "listening",
-            line=f"onebitd {__version__} listens on {', '.join(self._listen)}, "
+            line=f"onebitd {__version__} listens on {', '.join(self._listening.addresses)}, "
             f"instance {config.instance}, model {config.model.alias}",
         )
         for event, line in _remarks(config):
@@ -463,7 +406,7 @@ class Daemon:
     async def _drain(self, app: PublicApp) -> None:
         """Let running replies finish, within the time for it; turn everybody else away."""
         self._view.draining = True
-        self._admission.close(keep_waiting=self._port_is_passed)
+        self._admission.close(keep_waiting=self._listening.public_is_passed)
         self._manager.stopping(self._view.line())
         if self._failure is None:
             async with trio.open_nursery() as nursery:
@@ -513,11 +456,3 @@ def _remarks(config: Config) -> list[tuple[str, str]]:
             )
         )
     return remarks
-
-
-def _address_of(listener: socket.socket) -> str:
-    name: Any = listener.getsockname()
-    if listener.family == socket.AF_UNIX:
-        return f"unix:{name}"
-    host = f"[{name[0]}]" if listener.family == socket.AF_INET6 else name[0]
-    return f"{host}:{name[1]}"

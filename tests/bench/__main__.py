@@ -1,6 +1,7 @@
 """`make bench`: what a handoff costs, side by side with the decoder alone, in one run.
 
-The machine's speed cancels out of the ratios; absolute figures are this machine's, now.
+Both routes are compared too, on the same prompts. The machine's speed cancels out of the ratios;
+absolute figures are this machine's, now.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.bench import routes
 from tests.bench.measure import Streamed, median, stream, table
 from tests.harness import RunningDaemon, running_onebitd
 from tests.llama_builds import (
@@ -25,6 +27,7 @@ from tests.llama_builds import (
 )
 
 COMPLETIONS = "/v1/completions"
+BENCH_PARTS = ("handoff", "streaming", "shared")
 PARTS = ("queue", "template", "tokenize", "lock", "provider_wall", "check", "restore")
 CONTEXT = 4096
 DECODER = ("-c", str(CONTEXT), "-t", "1", *CPU_ONLY)
@@ -136,35 +139,26 @@ def streaming_row(
     ]
 
 
-def main() -> int:
-    """Run the benchmark and print its tables."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="repeats of each figure")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[300, 1000, 3500])
-    parser.add_argument("--stream-tokens", type=int, default=128)
-    args = parser.parse_args()
+def against_decoder(parts: Sequence[str], args: argparse.Namespace, state_dir: Path) -> None:
+    """Print the tables that compare with the decoder alone."""
     model = MODELS[0].path
     arguments = ("-m", str(model), "-np", "1", "--cache-ram", "0", *DECODER)
-    shared_memory = Path("/dev/shm")
-    tmpfs = tempfile.mkdtemp(prefix="onebitd-bench-", dir=shared_memory)
-    say: Callable[[str], None] = print
-    try:
-        with (
-            running_program(DEMO_PROGRAM, arguments) as direct,
-            running_onebitd(
-                model=model,
-                llama_server=DEMO_PROGRAM,
-                provider=Path(sys.executable).with_name("onebit-prefill-llama"),
-                backend_args=DECODER,
-                config=f'[handoff]\nstate_dir = "{tmpfs}"\n',
-                env={
-                    "ONEBIT_PREFILL_LLAMA_SERVER": str(DEMO_PROGRAM),
-                    "ONEBIT_PREFILL_LLAMA_ARGS": " ".join(("-t", "1", *CPU_ONLY)),
-                },
-            ) as daemon,
-        ):
-            rows, parts = handoff_rows(daemon, direct, args.lengths, args.rounds)
-            say(f"medians of {args.rounds} rounds, milliseconds, state files in tmpfs\n")
+    with (
+        running_program(DEMO_PROGRAM, arguments) as direct,
+        running_onebitd(
+            model=model,
+            llama_server=DEMO_PROGRAM,
+            provider=Path(sys.executable).with_name("onebit-prefill-llama"),
+            backend_args=DECODER,
+            config=f'[handoff]\nstate_dir = "{state_dir}"\n',
+            env={
+                "ONEBIT_PREFILL_LLAMA_SERVER": str(DEMO_PROGRAM),
+                "ONEBIT_PREFILL_LLAMA_ARGS": " ".join(("-t", "1", *CPU_ONLY)),
+            },
+        ) as daemon,
+    ):
+        if "handoff" in parts:
+            rows, times = handoff_rows(daemon, direct, args.lengths, args.rounds)
             say(
                 table(
                     "Chat, time to first byte; tax = first byte less provider, restore and the "
@@ -173,15 +167,14 @@ def main() -> int:
                     rows,
                 )
             )
-            say("")
             say(
                 table(
                     "The handoff's parts (reference provider: it starts a llama-server each time)",
                     ["prompt", *(name.removesuffix("_wall") for name in PARTS), "last token"],
-                    parts,
+                    times,
                 )
             )
-            say("")
+        if "streaming" in parts:
             say(
                 table(
                     "Streaming, passed through",
@@ -189,6 +182,50 @@ def main() -> int:
                     [streaming_row(daemon, direct, args.rounds, args.stream_tokens)],
                 )
             )
+
+
+def say(text: str) -> None:
+    """Print a paragraph."""
+    print(text, end="\n\n", flush=True)
+
+
+def _part(word: str) -> str:
+    if word not in BENCH_PARTS:
+        raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(BENCH_PARTS)}")
+    return word
+
+
+def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        type=_part,  # with choices=, argparse refuses to be given none
+        default=BENCH_PARTS,
+        metavar="PART",
+        help=f"what to measure: {', '.join(BENCH_PARTS)}; without any, all of it",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="repeats of each figure")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[300, 1000, 3500])
+    parser.add_argument("--stream-tokens", type=int, default=128)
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Run the benchmark and print its tables."""
+    args = read_arguments()
+    tmpfs = Path(tempfile.mkdtemp(prefix="onebitd-bench-", dir="/dev/shm"))
+    say(f"medians of {args.rounds} rounds, milliseconds, state files in tmpfs")
+    try:
+        against = [part for part in args.parts if part != "shared"]
+        if against:
+            against_decoder(against, args, tmpfs)
+        if "shared" in args.parts:
+            rows = routes.compare_routes(
+                MODELS[0].path, DECODER, tmpfs, chat_of, args.lengths, args.rounds
+            )
+            say(routes.comparison_table(rows))
     finally:
         shutil.rmtree(tmpfs, ignore_errors=True)
     return 0

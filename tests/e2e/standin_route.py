@@ -28,7 +28,7 @@ from tests.harness import (
     wait_until,
     with_sockets,
 )
-from tests.standins import tiny_decoder, tiny_state
+from tests.standins import share_front, tiny_decoder, tiny_state
 
 DECODER = STANDINS / "llama_server.py"
 PROVIDER = STANDINS / "provider.py"
@@ -76,10 +76,13 @@ class Route:
         """The device lock of this daemon."""
         return self.home / "npu.lock"
 
-    def behave(self, *, provider: str = "", decoder: str = "") -> None:
-        """Set the provider's modes and the decoder's knobs from now on."""
+    def behave(self, *, provider: str = "", decoder: str = "", front: str = "") -> None:
+        """Set the provider's modes, the decoder's knobs and those of the front from now on."""
         (self.home / "mode").write_text(provider)
         (self.home / "knobs").write_text(decoder)
+        for counter in self.home.glob("front-knobs.*"):
+            counter.unlink()
+        (self.home / "front-knobs").write_text(front)
 
     def begin(self) -> None:
         """Forget what came before; both stand-ins behave well."""
@@ -187,10 +190,11 @@ def running_route(
     lock: str = "wait_s = 1",
     state_dir: Path | None = None,
     decoder: Sequence[str] = (),
-    provider: bool = True,
+    provider: bool | Path = True,
     env: Mapping[str, str] | None = None,
     wait_ready: bool = True,
     passed: Mapping[str, socket.socket] | None = None,
+    front_regions: int | None = None,
 ) -> Iterator[Route]:
     """Run onebitd on both stand-ins.
 
@@ -200,9 +204,11 @@ def running_route(
         lock: what [lock] holds besides its path.
         state_dir: handoff.state_dir.
         decoder: more arguments of the stand-in decoder.
-        provider: whether one is named.
+        provider: whether one is named, or another than the stand-in.
         env: more environment.
         wait_ready, passed: see running_onebitd.
+        front_regions: the decoder stands behind tests/standins/share_front.py, which shares so many
+            descriptors; what reaches the front is recorded as the decoder's requests.
     """
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
@@ -215,11 +221,21 @@ def running_route(
         toml += f'FAKE_PREFILL_LOG = "{home / "provider"}"\n'
         toml += f'FAKE_PREFILL_LOCK = "{home / "npu.lock"}"\n'
         knobs = ("--record", str(home / "record"), "--knobs", str(home / "knobs"))
+        program = DECODER
+        if front_regions is not None:
+            knobs = ("--record", str(home / "inner"), *knobs[2:])
+            program = share_front.launcher(
+                home,
+                DECODER,
+                knobs=home / "front-knobs",
+                record=home / "record",
+                SHARE_FRONT_REGIONS=str(front_regions),
+            )
         with running_onebitd(
             *args,
             model=home / "tiny.gguf",
-            llama_server=DECODER,
-            provider=PROVIDER if provider else None,
+            llama_server=program,
+            provider=PROVIDER if provider is True else provider or None,
             backend_args=(*knobs, *decoder),
             config=toml,
             env={"PATH": PATH, **(env or {})},

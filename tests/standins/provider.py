@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Plays a prefill provider: `--tokens IDS --out STATE --model MODEL [--elfs DIR]`.
+"""Plays a prefill provider: `--tokens IDS --out STATE --model MODEL [--elfs DIR]`, or with
+`--layout HEADER --fds N,...` in the place of `--out`.
 
 The environment says how it behaves:
 
@@ -19,10 +20,19 @@ FAKE_PREFILL_MODE  a comma list, `@FILE` to read it from a file (a missing one: 
     grandchild_holds_file  a child of another session has the state file open for 2 s more
     flood                  10 MB on stdout and on stderr
     garbage_result         the last line of stdout is no JSON
+    Where the memory is shared, what ends or stops a run comes after the writing, `exit:N`, `crash`,
+    `hang`, `ignore_term`; and of it are left by
+    half                   the first half of the positions
+    but:P                  all positions but this, -1 is the last
+    nothing, nan           no position; a number that is none
+    late:S                 everything, but S seconds after a SIGTERM, and then status 0
+    grandchild_writes      everything, which a child in the group writes again and again, with a
+                           line in FAKE_PREFILL_LOG.beat each time
 FAKE_PREFILL_COPY  a prepared state file to copy, or a directory with `N.bin` for N ids; without it
                    the file is one of the stand-in decoder (tests/standins/tiny_state.py)
 FAKE_PREFILL_LOG   a file that gets one JSON line at each start: argv, no_device_lock (the variable
-                   NPU_NO_DEVICE_LOCK), ids, ids_file (its text), pid, pgid, start, lock_held; and
+                   NPU_NO_DEVICE_LOCK), ids, ids_file (its text), pid, pgid, start, lock_held, fds
+                   (what is open), header (text of the layout file); and
                    FILE.end one at each regular end: pid, end. Times are CLOCK_MONOTONIC.
 FAKE_PREFILL_LOCK  a lock file: `lock_held` tells whether somebody has it
 
@@ -44,6 +54,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.standins import tiny_state
+from tests.standins.share_rows import Rows, open_descriptors
 
 _HOUR_S = 3600
 
@@ -142,15 +153,56 @@ def flood() -> None:
             stream.flush()
 
 
+def wait_for_sigterm(more_s: float) -> None:
+    """Wait until we are asked to end, and a little longer."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.pause()
+    time.sleep(more_s)
+
+
+def write_for_ever(rows: Rows, beat: str) -> None:
+    """Leave a child that does not stop writing."""
+    if os.fork() == 0:
+        while True:
+            rows.write({})
+            append_line(beat, {"at": time.monotonic()})
+            time.sleep(0.001)
+
+
+def provide_shared(rows: Rows, modes: Mapping[str, str], log: str | None) -> int:
+    """Write into the shared memory; return the exit status."""
+    if "late" in modes:
+        wait_for_sigterm(float(modes["late"] or 0))
+    rows.write(modes)
+    if "grandchild_writes" in modes:
+        write_for_ever(rows, f"{log}.beat")
+    if "hang" in modes or "ignore_term" in modes:
+        time.sleep(_HOUR_S)
+    if "crash" in modes:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "exit" in modes:
+        print("no XDNA device", file=sys.stderr)
+        return int(modes["exit"])
+    if log:
+        append_line(log + ".end", {"pid": os.getpid(), "end": time.monotonic()})
+    print(json.dumps({"prefill_ms": 88.1}))
+    return 0
+
+
 def main() -> int:
     """Run once; return the exit status."""
     started = time.monotonic()
+    descriptors = open_descriptors()
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", required=True)
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out")
+    parser.add_argument("--layout")
+    parser.add_argument("--fds")
     parser.add_argument("--model", required=True)
     parser.add_argument("--elfs")
     args = parser.parse_args()
+    if (args.out is None) != (args.layout is not None and args.fds is not None):
+        parser.error("either --out, or --layout with --fds")
     modes = modes_from(os.environ.get("FAKE_PREFILL_MODE", ""))
     text = Path(args.tokens).read_text("ascii")
     ids = [int(line) for line in text.splitlines()]
@@ -169,9 +221,14 @@ def main() -> int:
                 "pgid": os.getpgid(0),
                 "start": started,
                 "lock_held": lock_is_held(os.environ.get("FAKE_PREFILL_LOCK")),
+                "fds": descriptors,
+                "header": args.layout and Path(args.layout).read_text(),
             },
         )
     time.sleep(float(modes.get("sleep", 0)))
+    if args.layout is not None:
+        fds = [int(word) for word in args.fds.split(",")]
+        return provide_shared(Rows(args.layout, fds, ids), modes, log)
     if "hang" in modes or "ignore_term" in modes:
         time.sleep(_HOUR_S)
     if "flood" in modes:

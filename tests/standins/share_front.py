@@ -286,16 +286,17 @@ class Front:
         path = body.get("socket")
         if not isinstance(path, str):
             raise Refused(400, "invalid_request_error", 'share: "socket" must be a path')
-        time.sleep(float(self.knobs.get("share-delay") or 0))
-        with self._slot:
+        with self._slot:  # one after the other, as llama-server's loop
+            time.sleep(float(self.knobs.get("share-delay") or 0))
             memory = self._learned()
             self._last_share += 1
             share_id = self._open_share = self._last_share
             header = self._spoilt(memory.header(share_id))
-        try:
-            hand_over(path, header, memory.fds, self.knobs.get("share-mode") or "good", client)
-        except OSError as error:
-            raise Refused(500, "server_error", f"share: {path}: {error.strerror}") from error
+            mode = self.knobs.get("share-mode") or "good"
+            try:
+                hand_over(path, header, memory.fds, mode, client)
+            except OSError as error:
+                raise Refused(500, "server_error", f"share: {path}: {error.strerror}") from error
         return {"id_slot": 0, "share_id": share_id}
 
     def _refuse_share(self) -> None:

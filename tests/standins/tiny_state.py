@@ -39,13 +39,13 @@ def digests(tokens: Sequence[int], before: int = 0) -> list[int]:
     return found
 
 
-def _row(digest: int) -> bytes:
-    """Spread 40 bits over the mantissas of four numbers between 1 and 2."""
+def row(digest: int) -> bytes:
+    """Return a cell's row: spread 40 bits over the mantissas of four numbers between 1 and 2."""
     return struct.pack("<4H", *(0x3C00 | digest >> 10 * i & 0x3FF for i in range(4)))
 
 
-def _digest(row: bytes) -> int:
-    return sum((value & 0x3FF) << 10 * i for i, value in enumerate(struct.unpack("<4H", row)))
+def _digest(data: bytes) -> int:
+    return sum((value & 0x3FF) << 10 * i for i, value in enumerate(struct.unpack("<4H", data)))
 
 
 def build(
@@ -67,7 +67,7 @@ def build(
     parts = [struct.pack(f"<III{len(tokens)}i", MAGIC, version, len(tokens), *tokens)]
     parts.append(struct.pack("<II", 1, len(cells)))
     if cells:
-        rows = struct.pack("<iQ", _F16, ROW_BYTES) + b"".join(map(_row, cells))
+        rows = struct.pack("<iQ", _F16, ROW_BYTES) + b"".join(map(row, cells))
         parts += [struct.pack("<iIi", first_pos + at, 1, 0) for at in range(len(cells))]
         parts += [struct.pack("<II", 0, LAYERS), rows * (2 * LAYERS)]
     return b"".join(parts)

@@ -75,6 +75,39 @@ def test_status_page_nothing_wrong_is_the_documented_page() -> None:
     assert cli_status.is_fine(status, NOW)
 
 
+@pytest.mark.parametrize("shared", ["on", "not supported by this decoder"])
+def test_status_page_shared_route_has_a_line_below_the_provider(shared: str) -> None:
+    """It says whether the decoder takes part, and a decoder that cannot is no fault."""
+    status = status_of(provider=provider(shared=shared))
+    lines = cli_status.status_page(status, NOW, colour=False).split("\n")
+    assert lines[lines.index("provider  idle, /usr/lib/onebit/npu-prefill") + 1] == (
+        f"          shared: {shared}"
+    )
+    assert cli_status.is_fine(status, NOW)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        provider(),
+        provider(shared="off"),
+        ProviderStatus(None, "none", "closed", 0, None, shared="on"),
+    ],
+    ids=["default", "off", "no-provider"],
+)
+def test_status_page_shared_route_that_is_off_has_no_line(found: ProviderStatus) -> None:
+    """Nobody has to read about what nobody turned on, or what no provider can use."""
+    assert "shared" not in cli_status.status_page(status_of(provider=found), NOW, colour=False)
+
+
+def test_status_page_daemon_without_the_shared_field_has_no_line() -> None:
+    """A daemon of an earlier version does not send it."""
+    status = status_of()
+    del status["provider"]["shared"]
+    page = cli_status.status_page(status, NOW, colour=False)
+    assert "\nprovider  idle, /usr/lib/onebit/npu-prefill\nlock " in page
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

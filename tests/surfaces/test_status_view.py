@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from onebitd.core.config_resolve import resolve
 from onebitd.core.control_api import LastExit
 from onebitd.services.admission import Admission
 from onebitd.services.history import History
+from onebitd.services.share_route import ShareRoute
 from onebitd.surfaces.status_view import StatusView
 
 ABORTED = "signal 6 (SIGABRT): GGML_ASSERT('a secret prompt') failed"
@@ -75,3 +77,44 @@ def test_state_detail_has_the_decoders_last_words_for_the_operator() -> None:
         "restarting",
         f"the decoder: {ABORTED}",
     )
+
+
+@pytest.mark.parametrize(
+    ("share", "refused_by", "shared"),
+    [
+        (False, None, "off"),
+        (False, 1, "off"),
+        (True, None, "on"),
+        (True, 1, "not supported by this decoder"),
+        (True, 0, "on"),
+    ],
+    ids=["off", "off-and-refused", "on", "refused", "refused-before-the-restart"],
+)
+def test_status_provider_shared_is_the_route_as_this_decoder_has_it(
+    tmp_path: Path, share: bool, refused_by: int | None, shared: str
+) -> None:
+    """`provider.shared` on the control socket; what an earlier decoder refused is forgotten."""
+    supervisor: Any = SimpleNamespace(
+        state=BackendState.READY,
+        state_since=0.0,
+        last_exit=None,
+        directory=tmp_path,
+        facts=SimpleNamespace(
+            generation=1, ctx_size=512, layout=None, unsupported="why", build="b1"
+        ),
+        pid=7,
+        restarts=1,
+        devices=[],
+        rss_bytes=lambda: None,
+    )
+    nobody: Any = None
+    route = ShareRoute(supervisor, nobody, nobody)
+    if refused_by is not None:
+        route._refused = (refused_by, "it cannot export")
+    file = {"model": {"path": "/m.gguf"}, "lock": {"path": str(tmp_path / "lock")}}
+    config = resolve(instance="x", file={**file, "handoff": {"share": share}})
+    handoffs: Any = SimpleNamespace(provider_state="idle", shares=route)
+    found = StatusView(
+        config, supervisor, handoffs, Admission(9), History(), [], service_manager=False
+    )
+    assert found.status().to_json()["provider"]["shared"] == shared

@@ -1,0 +1,116 @@
+"""The sockets of one daemon: opened by itself, or passed by the service manager."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from onebitd.adapters import listeners
+from onebitd.adapters.systemd import ServiceManager
+from onebitd.core import paths
+from onebitd.core.config import Config, HttpConfig
+from onebitd.core.config_checks import is_loopback
+from onebitd.core.errors import ConfigError
+
+_BACKLOG: Final = 1024
+_PASSED_NAMES: Final = ("http", "control")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listening:
+    """Listening sockets, whoever serves them closes them.
+
+    Attributes:
+        control: the control socket.
+        public: the public listener, one for each address.
+        public_is_passed: the service manager has the public ones too: who connects while nobody
+            serves them waits.
+        addresses: what the public listener listens on, for people.
+        hosts: those of its TCP addresses.
+    """
+
+    control: Sequence[socket.socket]
+    public: Sequence[socket.socket]
+    public_is_passed: bool
+    addresses: Sequence[str]
+    hosts: Sequence[str]
+
+
+def open_listeners(config: Config, manager: ServiceManager, runtime: Path) -> Listening:
+    """Open what was not passed.
+
+    Args:
+        config: its [http] says where, unless sockets were passed.
+        manager: has what was passed; that stays open, these are copies.
+        runtime: of the instance; its lock is held.
+
+    Raises:
+        InstanceTaken: the port or the control socket is somebody else's.
+        ConfigError: an address that cannot be had, or that asks for keys; a socket that nobody
+            would serve.
+    """
+    passed = manager.listen_fds()
+    strange = sorted(set(passed) - set(_PASSED_NAMES))
+    if strange:
+        raise ConfigError(
+            [
+                f"a socket named {name!r} was passed; its unit needs FileDescriptorName=http or"
+                " FileDescriptorName=control"
+                for name in strange
+            ]
+        )
+    # The port first: it may be taken, and then no control socket has to be removed again.
+    public = [listeners.adopt(os.dup(fd)) for fd in passed.get("http", [])]
+    is_passed = bool(public)
+    if is_passed:
+        _check_exposure(config.http, public)
+    else:
+        public = listeners.open_tcp(config.http.host, config.http.port, _BACKLOG)
+    control = [listeners.adopt(os.dup(fd)) for fd in passed.get("control", [])]
+    if not control:
+        mode = 0o660 if os.geteuid() == 0 or manager.present else 0o600
+        control = [listeners.open_unix(runtime / paths.CONTROL_SOCKET, mode)]
+    tcp = [one for one in public if one.family != socket.AF_UNIX]
+    return Listening(
+        control,
+        public,
+        is_passed,
+        [_address_of(listener) for listener in public],
+        [one.getsockname()[0] for one in tcp],
+    )
+
+
+def turn_away(manager: ServiceManager, reason: str) -> None:
+    """Answer who waits on the passed sockets: unanswered, they would have us started again."""
+    passed = manager.listen_fds()
+    listeners.turn_away(passed.get("control", []), f"onebitd has ended: {reason}")
+    # What is wrong is for the operator alone.
+    listeners.turn_away(passed.get("http", []), "onebitd has ended; its log says why")
+
+
+def _check_exposure(http: HttpConfig, public: Sequence[socket.socket]) -> None:
+    """Refuse what `http.host` is refused for: an address that others reach, without keys."""
+    if http.api_key_file is not None or http.allow_unauthenticated:
+        return
+    for listener in public:
+        name = _address_of(listener)
+        if listener.family != socket.AF_UNIX and not is_loopback(listener.getsockname()[0]):
+            raise ConfigError(
+                [
+                    f"http.api_key_file: required because the socket that systemd passed, {name},"
+                    " is not on a loopback address; name a file with keys, or set"
+                    " http.allow_unauthenticated = true"
+                ]
+            )
+
+
+def _address_of(listener: socket.socket) -> str:
+    name: Any = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{name}"
+    host = f"[{name[0]}]" if listener.family == socket.AF_INET6 else name[0]
+    return f"{host}:{name[1]}"
