@@ -86,7 +86,7 @@ class ShareListener:
         """Listen."""
         try:
             opened = open_unix(self._path, 0o600, _BACKLOG)
-        except OnebitError as error:
+        except (OnebitError, OSError) as error:
             raise _failed(str(error)) from error
         self._socket = trio.socket.from_stdlib_socket(opened)
         return self

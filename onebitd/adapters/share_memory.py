@@ -15,7 +15,6 @@ are.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -43,37 +42,45 @@ class SharedMemory:
         self._layout = layout
         self._n_tokens = n_tokens
         self._positions = marked_positions(n_tokens)
-        self._is_marked = False
+        self._marked: list[tuple[ShareTensor, int]] = []
 
     def mark(self) -> bool:
-        """Fill the rows; False if this memory cannot be reached so. Blocks for a millisecond."""
+        """Fill the rows; False if not all of them can be reached so. Blocks for a millisecond."""
         for tensor, position in self._rows():
             place = tensor.offset + position * tensor.row_size
             mark = b"\xff" * tensor.row_size
             try:
-                if os.pwrite(self._fds[tensor.region], mark, place) != tensor.row_size:
-                    return False
+                written = os.pwrite(self._fds[tensor.region], mark, place)
             except OSError:
                 return False
-        self._is_marked = True
+            self._marked.append((tensor, position))
+            if written != tensor.row_size:
+                return False
         return True
 
-    def clear(self) -> None:
-        """Fill the rows of all positions with zeros, where `mark` could. Blocks as a copy does."""
-        for tensor in self._layout.tensors:
-            place, end = tensor.offset, tensor.offset + self._n_tokens * tensor.row_size
-            with contextlib.suppress(OSError):
-                while place < end:
-                    written = os.pwrite(self._fds[tensor.region], _ZEROS[: end - place], place)
-                    if not written:
-                        break
-                    place += written
+    def clear(self) -> bool:
+        """Fill the rows of all positions with zeros; False if not all of them could be filled.
+
+        Blocks as long as a copy does.
+        """
+        cleared = [self._clear(tensor) for tensor in self._layout.tensors]  # all that can be
+        return all(cleared)
+
+    def _clear(self, tensor: ShareTensor) -> bool:
+        place, end = tensor.offset, tensor.offset + self._n_tokens * tensor.row_size
+        try:
+            while place < end:
+                written = os.pwrite(self._fds[tensor.region], _ZEROS[: end - place], place)
+                if not written:
+                    return False
+                place += written
+        except OSError:
+            return False
+        return True
 
     def fault(self) -> str | None:
         """Say which row was not written, or holds what is no number; None when all is well."""
-        if not self._is_marked:
-            return None
-        for tensor, position in self._rows():
+        for tensor, position in self._marked:
             place = tensor.offset + position * tensor.row_size
             where = f"layer {tensor.layer} {tensor.kind.upper()}, position {position}"
             try:

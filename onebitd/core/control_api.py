@@ -70,7 +70,7 @@ class ProviderStatus:
     """The prefill provider; `state` is `none`, `idle`, `running` or `stuck`.
 
     `breaker` is `closed`: every failure is tried again with the next prompt. `shared` is the shared
-    route: `off`, `on`, or `not supported by this decoder`.
+    route: `off`, `on`, `not supported by this decoder` or `paused, ...`.
     """
 
     program: str | None
@@ -174,7 +174,9 @@ class ReloadAnswer:
 
         >>> ReloadAnswer(["log.level"], [], []).summary()
         'reloaded: log.level'
+        >>> ReloadAnswer([], ["http.port"], []).summary()
+        'nothing was taken over'
         """
-        if not self.changed:
-            return "nothing has changed"
-        return f"reloaded: {', '.join(self.changed)}"
+        if self.changed:
+            return f"reloaded: {', '.join(self.changed)}"
+        return "nothing was taken over" if self.needs_restart else "nothing has changed"

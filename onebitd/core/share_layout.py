@@ -29,6 +29,8 @@ LAYOUT: Final = 1
 """The version of this description."""
 ALIGNMENT: Final = 4096
 _MOST: Final = 1 << 48
+_LARGEST_ROW: Final = 1 << 24
+_ELEMENT_BYTES: Final = {"f32": 4, "f16": 2, "bf16": 2}
 _SHOWN: Final = 60
 _NAME: Final = re.compile(r"cache_([kv])_l(0|[1-9][0-9]{0,3})")
 
@@ -121,6 +123,8 @@ def _tensor(
     if not isinstance(element, str) or not element:
         raise ShareLayoutError(f"{where}: type is no name")
     row_size = _number(entry, "row_size", where, least=1)
+    if row_size > _LARGEST_ROW or row_size % _ELEMENT_BYTES.get(element, 1):
+        raise ShareLayoutError(f"{where}: row_size {row_size} cannot be that of {element[:16]}")
     region = _number(entry, "region", where)
     offset = _number(entry, "offset", where)
     swa = entry.get("swa", False)

@@ -131,8 +131,11 @@ class Handoffs:
                 return
             try:
                 await facts.server.erase()
-            except BackendGone:
-                return  # it died: the next one starts empty
+            except BackendGone as error:
+                # If it died, the next one starts empty; but it may only have hung up.
+                await self.supervisor.kill_unless_gone(
+                    facts, f"its slot could not be erased after {why}: {error}"
+                )
             except BackendError as error:
                 self.supervisor.kill(f"its slot could not be erased after {why}: {error}")
 
@@ -413,7 +416,13 @@ class Exchange:
             detail = await _error_text(reply)
             reply.close()
             self._lost(Reason.BAD_STATE, f"the decoder failed on the restored prompt: {detail}")
-            await self._handoffs.make_safe(facts, "an error after a restore")
+            if self.record.route is Route.SHARED:
+                # Nobody has looked at every value there.
+                self._handoffs.supervisor.kill(
+                    f"it failed on an adopted prompt: {detail}", its_own_fault=False
+                )
+            else:
+                await self._handoffs.make_safe(facts, "an error after a restore")
         self.watch = sse.watch_for(dict(reply.headers).get(b"content-type", b""))
         return reply
 

@@ -8,6 +8,8 @@ made safe.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -35,6 +37,9 @@ log = structlog.get_logger()
 SHARE_SOCKET: Final = "share.sock"
 _HANDSHAKE_S: Final = 10.0
 """The decoder exports a few descriptors: milliseconds."""
+_PAUSE_S: Final = 300.0
+_ANSWER_S: Final = 1.0
+"""Its answer may come so much later than its message."""
 _UNKNOWN_ACTION: Final = (400, 404, 405)
 _CANNOT_EXPORT: Final = 501
 
@@ -59,9 +64,12 @@ class ShareRoute:
         self._socket_path = supervisor.directory / SHARE_SOCKET
         self._make_safe = make_safe
         self._refused: tuple[int, str] | None = None
+        self._paused_until = -math.inf
 
     def refusal_of(self, facts: BackendFacts | None) -> str | None:
-        """Return why this decoder shares nothing, as it said itself; None until it has."""
+        """Return why this decoder is not asked to share: its own words, or a pause; else None."""
+        if trio.current_time() < self._paused_until:
+            return f"it did not share within {_HANDSHAKE_S:g} s, and is asked again in a while"
         if facts is None or self._refused is None or self._refused[0] != facts.generation:
             return None
         return self._refused[1]
@@ -70,6 +78,8 @@ class ShareRoute:
         """Return what `status` says of the route."""
         if not config.handoff.share:
             return "off"
+        if trio.current_time() < self._paused_until:
+            return "paused, the decoder did not answer"
         if self.refusal_of(self._supervisor.facts) is not None:
             return "not supported by this decoder"
         return "on"
@@ -88,7 +98,7 @@ class ShareRoute:
             None when the slot holds them. Why nothing has begun, when another route is still open.
 
         Raises:
-            HandoffError: it had begun; the slot is empty, or the decoder restarts.
+            HandoffError: no other route is open; the slot is empty, or the decoder restarts.
 
         A cancel leaves it so, too: nobody writes to the slot any more.
         """
@@ -98,6 +108,7 @@ class ShareRoute:
             return HandoffError(Reason.SHARE_REFUSED, refusal)
         ticket.phase = "share"
         try:
+            await self._empty(facts)
             with timed(record, "share_ms"):
                 shared = await self._share(facts)
         except HandoffError as error:  # a decoder that died over it included: a file fits the next
@@ -113,17 +124,40 @@ class ShareRoute:
         await trio.lowlevel.checkpoint_if_cancelled()  # the client may have left in the adoption
         return None
 
+    async def _empty(self, facts: BackendFacts) -> None:
+        """Wait until the decoder has done with the slot, and empty it.
+
+        A client that left has given up the slot at once, but llama-server notices within a second
+        only; until then it writes to the very cells that a provider is about to fill. An erase is
+        carried out after that, and what was in the slot is lost anyway.
+        """
+        with trio.CancelScope(shield=True):
+            try:
+                await facts.server.erase()
+            except BackendTimeout as error:
+                self._supervisor.kill(f"it did not answer an erase: {error}")
+                raise _gone(str(error)) from error
+            except BackendGone as error:
+                raise _gone(f"the decoder died as its slot was emptied: {error}") from error
+            except BackendError as error:
+                raise HandoffError(
+                    Reason.SHARE_REFUSED, f"its slot could not be emptied: {error}"
+                ) from error
+
     async def _share(self, facts: BackendFacts) -> Shared:
         """Do the handshake; the caller closes what came."""
         pid = self._supervisor.pid
         if pid is None or self._supervisor.facts is not facts:
             raise _gone("the decoder has gone before it shared")
         received: list[Shared | HandoffError] = []
-        answered: int | None = None
+        answered: list[int | None] = []
         kept = False
+        deadline = trio.current_time() + _HANDSHAKE_S
         try:
             with ShareListener(self._socket_path) as listener:
                 async with trio.open_nursery() as nursery:
+                    # The listener's own limit comes first: it knows how far things got.
+                    nursery.cancel_scope.deadline = deadline + _ANSWER_S
 
                     async def receive() -> None:
                         try:
@@ -136,24 +170,18 @@ class ShareRoute:
 
                     nursery.start_soon(receive)
                     try:
-                        answered = await self._ask(facts)
+                        answered.append(await self._ask(facts))
                     except HandoffError as error:
                         received.append(error)
                         nursery.cancel_scope.cancel()
-            outcome = received[0]
-            if isinstance(outcome, HandoffError):
-                raise outcome
-            if len(received) > 1:  # a message, and then a refusal
-                assert isinstance(received[1], HandoffError)  # noqa: S101 - one receiver, one asker
-                raise received[1]
-            if answered not in (None, outcome.share_id):  # an earlier request's, which had left
-                raise HandoffError(
-                    Reason.SHARE_HANDSHAKE,
-                    f"the decoder's message is of share {outcome.share_id}, its answer of share "
-                    f"{answered}",
-                )
+            shared = _agreed(received, answered)
             kept = True
-            return outcome
+            return shared
+        except HandoffError:
+            if trio.current_time() >= deadline:
+                # Or every request would wait for it as long, with the slot in its hands.
+                self._paused_until = trio.current_time() + _PAUSE_S
+            raise
         finally:
             for one in received:
                 if isinstance(one, Shared) and not kept:
@@ -231,9 +259,14 @@ class ShareRoute:
                     "a provider that cannot be killed may write to its memory", its_own_fault=False
                 )
                 return
-            if memory is not None:
-                await trio.to_thread.run_sync(memory.clear)
-            await self._make_safe(facts, "a handoff through shared memory that failed")
+            why = "a handoff through shared memory that failed"
+            if memory is None or not await trio.to_thread.run_sync(memory.clear):
+                # An erase empties the list of cells, not the cells.
+                self._supervisor.kill(
+                    f"its memory cannot be cleared after {why}", its_own_fault=False
+                )
+                return
+            await self._make_safe(facts, why)
 
     async def _adopt(
         self, facts: BackendFacts, tokens: list[int], shared: Shared, record: HandoffRecord
@@ -261,6 +294,30 @@ class ShareRoute:
                 )
 
 
+def _agreed(received: list[Shared | HandoffError], answered: list[int | None]) -> Shared:
+    """Return what was shared, if message and answer say the same.
+
+    Args:
+        received: what came over the socket, or why nothing did; and why the decoder refused.
+        answered: the share's id in its answer; empty without an answer.
+    """
+    for one in received:
+        if isinstance(one, HandoffError):
+            raise one
+    if not received or not answered:
+        raise HandoffError(
+            Reason.SHARE_HANDSHAKE, f"the decoder did not answer within {_HANDSHAKE_S:g} s"
+        )
+    (shared,) = (one for one in received if isinstance(one, Shared))
+    if answered[0] not in (None, shared.share_id):  # of an earlier request, which had left
+        raise HandoffError(
+            Reason.SHARE_HANDSHAKE,
+            f"the decoder's message is of share {shared.share_id}, its answer of share"
+            f" {answered[0]}",
+        )
+    return shared
+
+
 def _gone(detail: str) -> HandoffError:
     return HandoffError(Reason.BACKEND_DOWN, detail)
 
@@ -285,6 +342,12 @@ def _checked_layout(shared: Shared, n_tokens: int) -> share_layout.ShareLayout |
             f"the decoder described {len(layout.regions)} regions and sent {len(shared.fds)}"
             " descriptors",
         )
+    for index, (fd, size) in enumerate(zip(shared.fds, layout.regions, strict=True)):
+        if os.fstat(fd).st_size < size:
+            raise HandoffError(
+                Reason.SHARE_HANDSHAKE,
+                f"region {index} of the decoder's is smaller than the {size} bytes it says",
+            )
     if n_tokens > layout.n_cells:
         raise HandoffError(
             Reason.SHARE_REFUSED,

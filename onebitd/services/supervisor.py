@@ -422,6 +422,15 @@ class Supervisor:
             self.facts = None
             self._child.signal(signal.SIGKILL)
 
+    async def kill_unless_gone(self, facts: BackendFacts, reason: str) -> None:
+        """Have a decoder that broke a connection ended, if it does not turn out to have died."""
+        with trio.move_on_after(_NOTICE_S):
+            while self.facts is facts:
+                changed = self._changed
+                await changed.wait()
+        if self.facts is facts:
+            self.kill(reason, its_own_fault=False)
+
     async def wait_ready(self, patience_s: float | None = None) -> BackendFacts:
         """Wait until the decoder can be used.
 

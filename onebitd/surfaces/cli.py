@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     where = _where_parser(argparse.SUPPRESS)
     parser = argparse.ArgumentParser(
         prog="onebitctl",
-        description="Show what onebitd is doing, and have it read its configuration again.",
+        description="Show what onebitd is doing, and install and stop its services.",
         epilog="Exit status: 0 fine; 1 it answered, and is not ready or something is wrong;"
         " 2 usage; 3 no daemon there; 4 permission denied.",
         allow_abbrev=False,
@@ -108,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     lock.set_defaults(run=run_lock)
 
-    cli_units.register(commands, where)
+    cli_units.register(commands, _instance_parser(argparse.SUPPRESS))
     return parser
 
 
@@ -210,12 +210,17 @@ class _HandoffPrinter:
 
 def _where_parser(default: str | None) -> argparse.ArgumentParser:
     """Return the options that stand before or after the command, which must not undo each other."""
+    parser = _instance_parser(default)
+    parser.add_argument(
+        "--socket", metavar="PATH", default=default, help="control socket, instead of a search"
+    )
+    return parser
+
+
+def _instance_parser(default: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(
         "-i", "--instance", default=default, help="name of the instance (default: the only one)"
-    )
-    parser.add_argument(
-        "--socket", metavar="PATH", default=default, help="control socket, instead of a search"
     )
     return parser
 

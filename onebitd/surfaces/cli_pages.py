@@ -72,7 +72,9 @@ def config_page(config: Mapping[str, Any]) -> str:
 def reload_line(answer: Mapping[str, Any]) -> str:
     """Return which settings a reload has changed."""
     changed = _texts(answer.get("changed"))
-    return clean(f"reloaded: {', '.join(changed)}") if changed else "nothing has changed"
+    if changed:
+        return clean(f"reloaded: {', '.join(changed)}")
+    return "nothing was taken over" if answer.get("needs_restart") else "nothing has changed"
 
 
 def reload_remarks(answer: Mapping[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ def register(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     where: argparse.ArgumentParser,
 ) -> None:
-    """Add the commands to a parser; `where` has the options that name an instance."""
+    """Add the commands to a parser; `where` has the option that names an instance."""
     stop = commands.add_parser(
         "stop",
         help="stop the service of an instance and its sockets",

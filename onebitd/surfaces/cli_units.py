@@ -119,7 +119,7 @@ def register(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     where: argparse.ArgumentParser,
 ) -> None:
-    """Add the commands to a parser; `where` has the options that name an instance."""
+    """Add the commands to a parser; `where` has the option that names an instance."""
     cli_service.register(commands, where)
     install = commands.add_parser(
         "install-units",
@@ -218,7 +218,8 @@ def _hint_at_rocm(site: Site) -> None:
         say(
             "this machine has ROCm's device: if the decoder or the provider uses ROCm, copy"
             f" {site.prefix}/share/onebitd/drop-ins/rocm.conf to"
-            f" {_ADMIN_UNITS}/onebitd@NAME.service.d/"
+            f" {_ADMIN_UNITS}/onebitd@NAME.service.d/, then systemctl daemon-reload and"
+            " systemctl restart onebitd@NAME"
         )
 
 
@@ -314,7 +315,7 @@ def _enable(site: Site, instance: str, sample: Item) -> None:
         return
     if is_new:
         start = f", then systemctl start {unit}" if not site.root_option else ""
-        keys = "model.path and backend.llama_server"
+        keys = "model.path, backend.llama_server and, for handoffs, provider.program"
         say(f"{unit} starts at boot; wrote {config}: set at least {keys} in it{start}")
         return
     if not site.booted:

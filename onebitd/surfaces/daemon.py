@@ -1,7 +1,7 @@
 """`onebitd`: builds the objects, opens the nursery tree, starts and stops things in order.
 
-Start: instance lock, listeners, decoder, READY=1. Stop: STOPPING=1, admission closed, drain, HTTP,
-decoder and providers, device lock, control socket.
+Start: instance lock, listeners, decoder, READY=1. Stop: reloads, a passed public socket, admission,
+STOPPING=1, drain, HTTP, decoder and providers, device lock, control socket.
 """
 
 from __future__ import annotations

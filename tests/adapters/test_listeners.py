@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -334,3 +335,22 @@ def test_port_holder_of_a_free_port_is_none() -> None:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     assert listeners.port_holder(port) is None
+
+
+def test_turn_away_silent_clients_keep_nobody_waiting() -> None:
+    """Every connection is answered and closed, whoever stands in front of it and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as clients:
+        address = listener.getsockname()
+        silent = [clients.enter_context(socket.create_connection(address, 10)) for _ in range(15)]
+        asking = clients.enter_context(socket.create_connection(address, 10))
+        asking.sendall(b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        listeners.turn_away([listener.fileno()], "the reason")
+        for client in (asking, *silent):
+            reply = b""
+            while data := client.recv(65536):
+                reply += data
+            assert reply.startswith(b"HTTP/1.1 503 ")
+            assert b"the reason" in reply
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()

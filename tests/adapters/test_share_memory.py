@@ -101,7 +101,7 @@ def test_memory_cleared_holds_zeros_for_the_prompt_and_all_else_as_it_was(region
     memory = SharedMemory(regions.fds, regions.layout, 10)
     assert memory.mark()
     regions.write(4)
-    memory.clear()
+    assert memory.clear()
     part = bytes(10 * ROW) + b"\xa5" * (4096 - 10 * ROW)
     assert regions.data() == [part * 2] * 2
 
@@ -120,10 +120,28 @@ def test_memory_that_takes_no_pwrite_is_left_unmarked(regions: Regions, what: st
         memory = SharedMemory(fds, regions.layout, CELLS)
         assert not memory.mark()
         assert memory.fault() is None
-        memory.clear()
+        assert not memory.clear()
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def test_memory_of_which_one_region_takes_no_pwrite_is_looked_at_in_the_other(
+    regions: Regions,
+) -> None:
+    """Rows that were marked are found, even where others could not be; and it is not all clear."""
+    sealed = os.open(f"/proc/self/fd/{regions.fds[1]}", os.O_RDONLY)
+    try:
+        memory = SharedMemory((regions.fds[0], sealed), regions.layout, CELLS)
+        assert not memory.mark()
+        fault = memory.fault()
+        assert fault is not None
+        assert fault.endswith("it was not written")
+        assert not memory.clear()
+        regions.write(CELLS)
+        assert memory.fault() is None
+    finally:
+        os.close(sealed)
 
 
 def test_memory_that_was_cut_off_under_us_is_not_written(regions: Regions) -> None:

@@ -232,7 +232,7 @@ def test_parse_tensors_that_overlap_are_refused() -> None:
     assert refusal(moved) == "tensors: cache_v_l0 and cache_v_l17 overlap"
     put(moved, ("tensors", 3, "offset"), 32768)
     assert read(moved) is not None
-    wide = changed(lambda header: put(header, ("tensors", 0, "row_size"), 65))
+    wide = changed(lambda header: put(header, ("tensors", 0, "row_size"), 66))
     assert "overlap" in refusal(wide)
 
 
@@ -265,7 +265,9 @@ def test_parse_what_is_taken_never_overlaps_and_never_leaves_its_region(
         "n_cells": n_cells,
         "regions": [{"size": size} for size in sizes],
         "tensors": [
-            tensor(f"cache_k_l{index}", page * ALIGNMENT, row_size=row_size, region=region)
+            tensor(
+                f"cache_k_l{index}", page * ALIGNMENT, type="q8_0", row_size=row_size, region=region
+            )
             for index, (row_size, page, region) in enumerate(places)
         ],
     }

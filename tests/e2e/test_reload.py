@@ -252,7 +252,7 @@ def test_reload_what_needs_a_restart_is_named_and_not_applied(daemon: Reloader) 
     assert new == old
     assert daemon.daemon.status()["model"]["path"].endswith("tiny.gguf")
     done = daemon.run("reload")
-    assert (done.returncode, done.stdout) == (0, "nothing has changed\n")
+    assert (done.returncode, done.stdout) == (0, "nothing was taken over\n")
     assert done.stderr == f"onebitctl: needs a restart: {', '.join(restart)}\n"
 
 

@@ -148,9 +148,14 @@ def leaving_client(route: Route) -> Iterator[None]:
 
 
 def targets(route: Route) -> list[str]:
-    """Return what the decoder was asked, the two harmless questions left out."""
+    """Return what the decoder was asked, but for the two harmless questions and what comes first.
+
+    Each share begins with an erase, which `test_abandoned_reply_...` looks at.
+    """
     asked = [one["target"] for one in route.backend()]
-    return [target for target in asked if target not in ("/apply-template", "/tokenize")]
+    asked = [target for target in asked if target not in ("/apply-template", "/tokenize")]
+    following = [*asked, ""][1:]
+    return [one for one, then in zip(asked, following, strict=True) if (one, then) != (ERASE, ASK)]
 
 
 def run_end(route: Route) -> float:
@@ -162,9 +167,10 @@ def run_end(route: Route) -> float:
 
 
 def asked_at(route: Route, target: str) -> dict[str, Any]:
-    """Return the one request with this target."""
-    (found,) = [one for one in route.backend() if one["target"] == target]
-    return found
+    """Return the one request with this target, of erases the last."""
+    found = [one for one in route.backend() if one["target"] == target]
+    assert len(found) == 1 or target == ERASE
+    return found[-1]
 
 
 def not_shared_lines(route: Route, reply: HttpReply) -> list[dict[str, Any]]:
@@ -604,6 +610,21 @@ def test_provider_has_the_memory_nobody_else_gets_at_the_slot(route: Route) -> N
         for start, end in windows:
             assert route.backend_end(one) <= start or end <= one["at"], one
     assert route.counted() == {"used": 2, "skipped": 1, "policy": 1}
+
+
+def test_abandoned_reply_is_over_before_a_provider_writes(route: Route) -> None:
+    """llama-server notices late that a client has left, and until then it writes to its cells."""
+    route.behave(decoder="--token-delay 0.8")
+    leaving = route.daemon.connect()
+    body = json.dumps({"prompt": "left alone", "max_tokens": 50, "stream": False})
+    leaving.request("POST", "/v1/completions", body, {"X-Onebit-Handoff": "never"})
+    wait_until(lambda: "/v1/completions" in targets(route), "the decoder has it")
+    abandoned = asked_at(route, "/v1/completions")
+    leaving.close()
+    reply = route.daemon.chat(HELLO)
+    assert reply.headers["x-onebit-handoff"] == "shared"
+    (run,) = route.runs()
+    assert route.backend_end(abandoned) <= run["start"]
 
 
 # --- clients that leave, and a daemon that stops -------------------------------------------------

@@ -133,3 +133,18 @@ def test_help_lists_every_command() -> None:
     text = cli.build_parser().format_help()
     assert all(re.search(rf"^    {name} ", text, re.MULTILINE) for name in commands())
     assert tuple(commands()) == COMMANDS
+
+
+def test_help_describes_the_program_as_the_man_page_does() -> None:
+    """One sentence, in both places."""
+    found = re.search(r"^\.Nd (.+)$", PAGE.read_text(), re.MULTILINE)
+    assert found
+    said = cli.build_parser().description
+    assert said is not None
+    assert said.removesuffix(".").lower() == found.group(1).lower()
+
+
+@pytest.mark.parametrize("command", ["stop", "disable"])
+def test_help_of_a_service_command_offers_no_socket(command: str) -> None:
+    """A service is named by its instance; the command would refuse a socket."""
+    assert options_of(commands()[command]) == {"-h", "--help", "-i", "--instance"}

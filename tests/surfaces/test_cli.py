@@ -315,6 +315,18 @@ async def test_reload_prints_what_has_changed_and_remarks_on_stderr(served: Serv
     assert json.loads(done.stdout) == served.view.reloaded.to_json()
 
 
+async def test_reload_that_only_a_restart_carries_out_says_that_nothing_was_taken_over(
+    served: Served,
+) -> None:
+    """The file has changed and the daemon has not: that is another thing than no change."""
+    served.view.reloaded = ReloadAnswer([], ["http.port"], [])
+    done = await served.run("reload")
+    assert (done.returncode, done.stdout) == (0, "nothing was taken over\n")
+    assert done.stderr == "onebitctl: needs a restart: http.port\n"
+    served.view.reloaded = ReloadAnswer([], [], [])
+    assert (await served.run("reload")).stdout == "nothing has changed\n"
+
+
 async def test_reload_refused_is_exit_1_with_a_line_for_each_problem(served: Served) -> None:
     """`systemctl reload` fails with it, and the journal has the reasons."""
     served.view.reloaded = ConfigError(["x.toml: http.port: no\x1b[2J", "x.toml: a: unknown key"])

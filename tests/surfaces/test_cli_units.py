@@ -270,7 +270,9 @@ def test_install_units_enable_writes_the_example_for_the_group_alone(
     assert config.stat().st_gid == os.getegid()
     calls = [call for call in tools.calls() if call.startswith("systemctl")]
     assert calls == [f"systemctl --root={root} --quiet enable onebitd@qwen.service"]
-    assert "set at least model.path and backend.llama_server in it" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    keys = "model.path, backend.llama_server and, for handoffs, provider.program"
+    assert f"set at least {keys} in it" in said
 
 
 @pytest.mark.usefixtures("venv", "tools")
@@ -526,13 +528,16 @@ def test_stop_of_a_users_own_service_asks_the_users_manager(
 @pytest.mark.usefixtures("booted")
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["-i", "../q"], "cannot be an instance"), (["--socket", "/run/x"], "use -i")],
+    [
+        (["stop", "-i", "../q"], "cannot be an instance"),
+        (["--socket", "/run/x", "stop"], "use -i"),
+    ],
 )
 def test_stop_of_no_instance_is_status_2(
     tools: Tools, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     """systemctl is not asked."""
-    assert run("stop", *arguments) == 2
+    assert run(*arguments) == 2
     assert words in capsys.readouterr().err
     assert tools.calls() == []
 
