@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-rest test-boxes demo bench deb clean $(VENV)
+.PHONY: help test test-rest test-side demo bench deb clean $(VENV)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z.]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -25,23 +25,25 @@ $(VENV): $(VENV)/.installed ## install onebitd, test and lint tools
 test: $(VENV)/.installed ## run every test and check (PYTEST_ARGS=... to choose)
 	@$(BIN)/python -m tests.tools.fetch_llama all
 ifeq ($(PYTEST_ARGS),)
-	@$(MAKE) --no-print-directory -j2 test-rest test-boxes
+	@$(MAKE) --no-print-directory -j2 test-rest test-side
 else
 	@$(BIN)/python -m tests.tools.fetch_boxes
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
-# The tests in booted systemd boxes mostly wait for timers: they run beside all others, and what
-# they say comes at their end. The Debian package is built once, for those that look into it too.
-BOX_TESTS := tests/systemd tests/repo/test_deb.py
+# Two halves at once. The tests in booted systemd boxes mostly wait for timers; the Debian package is
+# built once, for those that look into it too; the others are there so that both take as long. What
+# this half says comes at its end.
+SIDE_TESTS := tests/systemd tests/repo/test_deb.py tests/contract \
+	$(addprefix tests/e2e/test_,prefill_llama.py prefill_share.py shared_route.py shared_route_real.py)
 
 test-rest:
-	@$(BIN)/python -m pytest $(addprefix --ignore=,$(BOX_TESTS))
+	@$(BIN)/python -m pytest $(addprefix --ignore=,$(SIDE_TESTS))
 
-test-boxes:
+test-side:
 	@mkdir -p $(VENV)/boxes
 	@$(BIN)/python -m tests.tools.fetch_boxes
-	@$(BIN)/python -m pytest -p no:cacheprovider $(BOX_TESTS) >$(VENV)/boxes/test.log 2>&1; \
+	@$(BIN)/python -m pytest -p no:cacheprovider $(SIDE_TESTS) >$(VENV)/boxes/test.log 2>&1; \
 		status=$$?; cat $(VENV)/boxes/test.log; exit $$status
 
 demo: $(VENV)/.installed ## serve a small model with a handoff (ONCE=1: one request, then stop)
