@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -68,7 +69,7 @@ class ShareRoute:
 
     def refusal_of(self, facts: BackendFacts | None) -> str | None:
         """Return why this decoder is not asked to share: its own words, or a pause; else None."""
-        if trio.current_time() < self._paused_until:
+        if time.monotonic() < self._paused_until:
             return f"it did not share within {_HANDSHAKE_S:g} s, and is asked again in a while"
         if facts is None or self._refused is None or self._refused[0] != facts.generation:
             return None
@@ -78,7 +79,7 @@ class ShareRoute:
         """Return what `status` says of the route."""
         if not config.handoff.share:
             return "off"
-        if trio.current_time() < self._paused_until:
+        if time.monotonic() < self._paused_until:
             return "paused, the decoder did not answer"
         if self.refusal_of(self._supervisor.facts) is not None:
             return "not supported by this decoder"
@@ -180,7 +181,7 @@ class ShareRoute:
         except HandoffError:
             if trio.current_time() >= deadline:
                 # Or every request would wait for it as long, with the slot in its hands.
-                self._paused_until = trio.current_time() + _PAUSE_S
+                self._paused_until = time.monotonic() + _PAUSE_S
             raise
         finally:
             for one in received:
