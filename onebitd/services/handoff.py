@@ -315,13 +315,19 @@ class Exchange:
     async def _by_share(self, facts: BackendFacts, ticket: Ticket, tokens: list[int]) -> bool:
         """Hand over through the decoder's memory; False when nothing of that has begun."""
         shares = self._handoffs.shares
-        if shares.refusal_of(facts) is None:
+        self.record.route = Route.SHARED
+        refusal = shares.refusal_of(facts)
+        why_not: HandoffError | None
+        if refusal is not None:
+            # Judged once: a pause may end at any moment, and the slot is not ours here.
+            self.record.share_ms = 0.0
+            why_not = HandoffError(Reason.SHARE_REFUSED, refusal)
+        else:
             # It is the slot's own memory that the provider writes to: nobody else may be in it.
             with self._waiting("queue_ms", ticket):
                 await ticket.wait_slot()
             facts = await self._handoffs.supervisor.wait_ready()
-        self.record.route = Route.SHARED
-        why_not = await shares.hand_over(facts, tokens, self.record, ticket, self._config)
+            why_not = await shares.hand_over(facts, tokens, self.record, ticket, self._config)
         if why_not is None:
             self._handed = self.record.handed_tokens = len(tokens)
             self._generation = facts.generation
