@@ -52,6 +52,12 @@ def at(root: Path, path: PurePosixPath) -> Path:
     return root / path.relative_to("/")
 
 
+def identity(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file is written, replaced or given away (reading it may not)."""
+    info = path.lstat()
+    return (info.st_ino, info.st_mode, info.st_nlink, info.st_uid, info.st_size, info.st_mtime_ns)
+
+
 def everything(root: Path) -> dict[str, str]:
     """Return path and content of all there is below a root directory."""
     found = {}
@@ -153,12 +159,12 @@ def test_install_over_what_is_not_ours_changes_nothing(
     """A newer version would replace all files, and replaces none."""
     install(tmp_path)
     spoil(tmp_path)
-    before = {path: at(tmp_path, path).lstat() for path in items()}
+    before = {path: identity(at(tmp_path, path)) for path in items()}
     wanted = items("2") | {SAMPLE: Item(b"sample 2\n")}
     with pytest.raises(UnitFilesError, match="nothing was changed") as caught:
         install(tmp_path, wanted)
     assert str(LINK if spoil is redirect_link else UNIT) in str(caught.value)
-    assert {path: at(tmp_path, path).lstat() for path in items()} == before
+    assert {path: identity(at(tmp_path, path)) for path in items()} == before
     if spoil is plant_link:
         assert (tmp_path / "precious").read_text() == "precious"
 
@@ -173,11 +179,11 @@ def test_uninstall_keeps_and_names_what_is_not_ours(
     install(tmp_path)
     spoil(tmp_path)
     kept = LINK if spoil is redirect_link else UNIT
-    before = at(tmp_path, kept).lstat()
+    before = identity(at(tmp_path, kept))
     changes = uninstall(tmp_path)
     assert changes.kept == [kept]
     assert changes.removed == 3
-    assert at(tmp_path, kept).lstat() == before
+    assert identity(at(tmp_path, kept)) == before
     assert [path for path in items() if os.path.lexists(at(tmp_path, path))] == [kept]
     assert not at(tmp_path, MANIFEST).exists()
 
