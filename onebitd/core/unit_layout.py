@@ -23,7 +23,7 @@ from typing import Final
 
 from onebitd.core.errors import OnebitError
 
-PROGRAMS: Final = ("onebitd", "onebitctl", "onebit-prefill-llama")
+PROGRAMS: Final = ("onebitd", "onebitctl", "onebit-prefill-llama", "onebit-prefill-numpy")
 SYSTEM_UNITS: Final = PurePosixPath("lib/systemd/system")
 SYSUSERS: Final = PurePosixPath("lib/sysusers.d/onebitd.conf")
 TMPFILES: Final = PurePosixPath("lib/tmpfiles.d/onebitd.conf")
@@ -49,7 +49,7 @@ _ADMIN_PLACES: Final = {
     "lib/tmpfiles.d": "/etc/tmpfiles.d",
 }
 _REWRITTEN: Final = ("lib/systemd/", "share/onebitd/")
-_PROGRAM_PATH: Final = re.compile(r"/usr/bin/(onebitd|onebitctl|onebit-prefill-llama)(?![\w.-])")
+_PROGRAM_PATH: Final = re.compile(rf"/usr/bin/({'|'.join(PROGRAMS)})(?![\w.-])")
 _SHARE_PATH: Final = re.compile(r"/usr/share/onebitd(?![\w.-])")
 _PLAIN_PATH: Final = re.compile(r"/[A-Za-z0-9_.+@/-]*")
 _FINGERPRINT: Final = re.compile(r"file:[0-9a-f]{64}|link:/.*")

@@ -72,7 +72,7 @@ def test_plan_links_every_program() -> None:
     items = unit_layout.plan({}, prefix=PREFIX, programs=PROGRAMS)
     assert items == {
         PREFIX / "bin" / name: Item(f"/opt/onebitd/bin/{name}".encode(), is_link=True)
-        for name in ("onebitd", "onebitctl", "onebit-prefill-llama")
+        for name in ("onebitd", "onebitctl", "onebit-prefill-llama", "onebit-prefill-numpy")
     }
 
 

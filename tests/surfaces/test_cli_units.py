@@ -114,7 +114,7 @@ def test_install_units_below_a_root_names_paths_as_seen_from_there(
     assert os.readlink(root / "usr/local/bin/onebitctl") == "/opt/onebitd/bin/onebitctl"
     assert not [call for call in tools.calls() if f"--root={root}" not in call]
     out, err = capsys.readouterr()
-    assert "onebitd 0.1.0: files below /usr/local: 8 written\n" in out
+    assert "onebitd 0.1.0: files below /usr/local: 9 written\n" in out
     assert err == ""
     assert venv.is_dir()
 
