@@ -161,6 +161,7 @@ def read_state(source: mmap.mmap, ids: Sequence[int]) -> StateFile:
             with --swa-full; a row for each position is what the header wants.
     """
     state = state_file.parse(source)
+    state_file.expect_single_stream(state)
     expect_tokens(state.tokens, ids)
     for section in state.sections:
         if section.what == SLIDING and len(section.cells.pos) < len(ids):

@@ -5,9 +5,10 @@ The format is in the docstring of `state_file`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ _TYPE_NAMES = {
 SLIDING = "sliding window"
 KV_NAMES = ("attention", SLIDING)
 """What messages call the first kv section and the second."""
+RECURRENT = "recurrent state"
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 
@@ -35,6 +37,10 @@ class Rows:
         """Return the size of the rows of so many cells, without the 12 bytes of header."""
         return self.row_size * cells
 
+    def header(self) -> bytes:
+        """Return the 12 bytes that stand before the rows."""
+        return struct.pack("<iQ", self.type, self.row_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Channels:
@@ -48,8 +54,13 @@ class Channels:
         """Return the size of the data of so many cells, without the 12 bytes of header."""
         return self.el_size * self.n_embd_v_gqa * cells
 
+    def header(self) -> bytes:
+        """Return the 12 bytes that stand before the elements."""
+        return struct.pack("<iII", self.type, self.el_size, self.n_embd_v_gqa)
+
 
 Tensor: TypeAlias = Rows | Channels
+Part: TypeAlias = Literal["K", "V", "R", "S"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +166,22 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Where the data of one tensor lies in the file."""
+    """Where the data of one tensor lies in the file.
+
+    Attributes:
+        what: what messages call it, `sliding window layer 3 K`.
+        offset: of its first byte in the file, behind the 12 bytes of its header.
+        part: K or V of an attention layer, R or S row of a recurrent state.
+        layer: counted from 0 within the section (for R and S within their rows): the file does
+            not say which layer of the model that is.
+    """
 
     what: str
     offset: int
     cells: int
     tensor: Tensor
+    part: Part
+    layer: int
 
     @property
     def n_bytes(self) -> int:
@@ -170,27 +191,39 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """The cells of one section.
+    """The cells of one section, or of one stream of it.
 
     Attributes:
         pos: int32 positions, shape (count,).
         n_seq_id: 1 for each attention cell, 0 for a recurrent one; shape (count,).
         ext: int32, shape (count, ext_bytes / 4).
+        seq_id: the slot's number in the decoder that saved it, which nobody looks at; shape
+            (count,), of a recurrent cell, which has none, (0,).
     """
 
     pos: Ints
     n_seq_id: Ints
     ext: Ints
+    seq_id: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadSection:
-    """One section of one file."""
+    """One section of one file, or one stream of it.
+
+    Attributes:
+        what: what messages call the section, the same for all its streams.
+        shape: the section's, also of a stream without cells.
+        blocks: K of each layer, then V of each layer; R rows, then S rows. None without cells.
+        stream: 0 unless the decoder keeps its slots apart (-np 2 or more, without -kvu). Then
+            each section has a stream a slot, and the saved slot's alone has cells.
+    """
 
     what: str
     shape: Section
     cells: Cells
     blocks: tuple[Block, ...]
+    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,8 +231,12 @@ class StateFile:
     """A state file as far as it was read: everything but the data, which stays where it is.
 
     Attributes:
+        size: of the file, in bytes.
+        packed: the token list is of the packed kind.
         tokens: int32 ids, shape (n_tokens,).
+        sections: one for each stream of each section, in file order.
         n_checkpoints: entries of the SCKP appendix, which is skipped; None without one.
+        sections_end: where the appendix begins, or the file ends.
     """
 
     size: int
@@ -208,22 +245,50 @@ class StateFile:
     tokens: Ints
     sections: tuple[ReadSection, ...]
     n_checkpoints: int | None
+    sections_end: int
 
     @property
     def layout(self) -> Layout:
-        """The part that does not depend on the prompt."""
-        return Layout(self.version, self.packed, tuple(part.shape for part in self.sections))
+        """The part that does not depend on the prompt, nor on the number of streams."""
+        shapes = tuple(part.shape for part in self.sections if part.stream == 0)
+        return Layout(self.version, self.packed, shapes)
+
+    @property
+    def n_stream(self) -> int:
+        """The number of streams of each attention section; 1 without one."""
+        return 1 + max(part.stream for part in self.sections)
 
 
 def section_names(kinds: Sequence[str]) -> list[str]:
     """Return what messages call sections of these kinds, `kv` or `recr`, in file order."""
     names = iter(KV_NAMES)
-    return ["recurrent state" if kind == "recr" else next(names) for kind in kinds]
+    return [RECURRENT if kind == "recr" else next(names) for kind in kinds]
 
 
 def layout_names(sections: Sequence[Section]) -> list[str]:
     """Return what messages call these sections."""
     return section_names(["kv" if isinstance(part, KvSection) else "recr" for part in sections])
+
+
+def tensor_places(name: str, shape: Section) -> Iterator[tuple[str, Part, int, Tensor]]:
+    """Yield what, part, layer and tensor of each block of a section, in file order.
+
+    Args:
+        name: what messages call the section, behind the stream if there are several.
+        shape: the section's.
+    """
+    if isinstance(shape, RecrSection):
+        half = len(shape.rows) // 2
+        for index, row in enumerate(shape.rows):
+            part: Part = "R" if index < half else "S"
+            layer = index if index < half else index - half
+            yield f"{name}, {part} {layer}", part, layer, row
+        return
+    prefix = "" if name == KV_NAMES[0] else f"{name} "
+    for layer, k in enumerate(shape.k):
+        yield f"{prefix}layer {layer} K", "K", layer, k
+    for layer, v in enumerate(shape.v):
+        yield f"{prefix}layer {layer} V", "V", layer, v
 
 
 def type_name(number: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -18,15 +18,18 @@ import numpy as np
 from onebitd.core.errors import StateFileError
 from onebitd.core.state_cursor import Cursor
 from onebitd.core.state_layout import (
+    KV_NAMES,
     Block,
     Cells,
     Channels,
     Ints,
     KvSection,
+    Part,
     ReadSection,
     RecrSection,
     Rows,
     Tensor,
+    tensor_places,
     type_name,
 )
 
@@ -34,9 +37,13 @@ MAGIC = 0x67677371
 VERSIONS = (2, 3, 4)
 """LLAMA_STATE_SEQ_VERSION of the builds that are known."""
 MAX_CELLS = 1 << 24
+PACKED, PACKED_VERSION = -1, 1
+"""The first two words of a packed token block; the count, the ids and n_media (0) follow."""
 
 _CHECKPOINT_MAGIC = b"SCKP"
-_MAX_LAYERS = 4096  # llama.cpp has 512
+_MAX_STREAMS = 256  # LLAMA_MAX_SEQ
+_MAX_LAYERS = 1024  # llama.cpp has 512
+_MAX_TENSORS = 4 * _MAX_LAYERS  # of all streams of a section: each one read takes memory
 _MAX_CHECKPOINTS = 4096  # llama-server keeps 32 by default
 _CELLS_A_READ = 1 << 15
 
@@ -68,9 +75,9 @@ def read_tokens(cursor: Cursor, most: int) -> tuple[bool, Ints]:
     if n_words > most + 4:
         raise StateFileError(f"the token list takes {n_words} words, too many for {most} tokens")
     words = _ints(cursor.take(4 * n_words, f"the list of {n_words} tokens"))
-    if not n_words or words[0] != -1:
+    if not n_words or words[0] != PACKED:
         return False, words
-    if n_words < 4 or words[1] != 1:
+    if n_words < 4 or words[1] != PACKED_VERSION:
         raise StateFileError("the packed token list is cut, or not version 1")
     if words[2] != n_words - 4 or words[-1] != 0:
         raise StateFileError(
@@ -85,23 +92,66 @@ def _ints(data: bytes | bytearray | memoryview) -> Ints:
     return np.frombuffer(data, "<i4").astype(np.int32)
 
 
-def read_kv(
-    cursor: Cursor,
-    name: str,
-    want: KvSection | Trial,
-    check_count: _CellsCheck = lambda count: None,
-) -> ReadSection:
-    """Read a kv section up to its end; `want` is the layout's section, or a supposition."""
-    known = want if isinstance(want, KvSection) else None
+def read_kv(cursor: Cursor, name: str, want: KvSection, check_count: _CellsCheck) -> ReadSection:
+    """Read a kv section of one stream up to its end.
+
+    Args:
+        want: the layout's section.
+        check_count: is given the number of cells before they are read, and may raise.
+    """
     what = f"the header of section {name}"
-    n_stream = cursor.u32(what)
-    if n_stream != 1:
-        raise StateFileError(f"section {name}: {n_stream} streams, a decoder with one slot has 1")
+    expect_one_stream(name, cursor.u32(what))
     count = cursor.u32(what)
     check_count(count)
-    cells = _cells(cursor, name, count, want.ext_bytes)
     if not count:
         raise StateFileError(f"section {name}: no cells")
+    return _read_stream(cursor, name, "", count, want)
+
+
+def expect_one_stream(name: str, n_stream: int) -> None:
+    """Refuse a section of a decoder with several slots."""
+    if n_stream != 1:
+        raise StateFileError(f"section {name}: {n_stream} streams, a decoder with one slot has 1")
+
+
+def read_streams(cursor: Cursor, name: str, want: KvSection | Trial) -> list[ReadSection]:
+    """Read a kv section of any number of streams up to its end; one at least has cells.
+
+    Args:
+        want: the layout's section, or a supposition.
+    """
+    what = f"the header of section {name}"
+    n_stream = cursor.u32(what)
+    if not 1 <= n_stream <= _MAX_STREAMS:
+        raise StateFileError(f"section {name}: {n_stream} streams, 1 to {_MAX_STREAMS} can be")
+    full: dict[int, ReadSection] = {}
+    n_tensors = 0
+    for stream in range(n_stream):
+        count = cursor.u32(what)
+        if not count:
+            continue
+        label = f"stream {stream} " if n_stream > 1 else ""
+        section = _read_stream(cursor, name, label, count, want)
+        if full and section.shape != next(iter(full.values())).shape:
+            raise StateFileError(f"section {name}: {label}is not shaped as the ones before it")
+        n_tensors += len(section.blocks)
+        if n_tensors > _MAX_TENSORS:
+            raise StateFileError(f"section {name}: more than {_MAX_TENSORS} tensors cannot be")
+        full[stream] = replace(section, stream=stream)
+    if not full:
+        raise StateFileError(f"section {name}: no cells")
+    none = np.empty((0, 3 + want.ext_bytes // 4), np.int32)
+    empty = ReadSection(name, next(iter(full.values())).shape, _columns(none), ())
+    return [full.get(stream) or replace(empty, stream=stream) for stream in range(n_stream)]
+
+
+def _read_stream(
+    cursor: Cursor, name: str, label: str, count: int, want: KvSection | Trial
+) -> ReadSection:
+    """Read the cells and tensors of a stream that has cells."""
+    known = want if isinstance(want, KvSection) else None
+    what = f"the header of section {name}"
+    cells = _cells(cursor, name, count, want.ext_bytes)
     v_trans, n_layer = cursor.u32(what), cursor.u32(what)
     rot: tuple[int | None, int | None] = (None, None)
     has_rot = want.n_rot_k is not None if isinstance(want, KvSection) else want.version >= 4
@@ -115,15 +165,15 @@ def read_kv(
     if v_trans > 1 or n_layer > _MAX_LAYERS:
         raise StateFileError(f"section {name}: v_trans {v_trans} or {n_layer} layers cannot be")
     blocks: list[Block] = []
-    prefix = "" if name == "attention" else f"{name} "
+    prefix = label if name == KV_NAMES[0] else f"{label}{name} "
     for layer in range(n_layer):
-        expected = known.k[layer] if known else None
-        blocks.append(_rows(cursor, f"{prefix}layer {layer} K", count, expected))
+        wanted: Tensor | None = known.k[layer] if known else None
+        blocks.append(_tensor(cursor, (f"{prefix}layer {layer} K", "K", layer), count, wanted))
     has_v = bool(want.v) if isinstance(want, KvSection) else want.has_v
     for layer in range(n_layer if has_v else 0):
-        read = _channels if v_trans else _rows
+        place: tuple[str, Part, int] = (f"{prefix}layer {layer} V", "V", layer)
         wanted = known.v[layer] if known else None
-        blocks.append(read(cursor, f"{prefix}layer {layer} V", count, wanted))
+        blocks.append(_tensor(cursor, place, count, wanted, transposed=bool(v_trans)))
     k = tuple(block.tensor for block in blocks[:n_layer] if isinstance(block.tensor, Rows))
     v = tuple(block.tensor for block in blocks[n_layer:])
     shape = KvSection(want.ext_bytes, bool(v_trans), *rot, k, v)
@@ -136,7 +186,7 @@ def _cells(cursor: Cursor, name: str, count: int, ext_bytes: int) -> Cells:
         raise StateFileError(
             f"section {name}: {count} cells do not fit the {cursor.left} bytes left"
         )
-    what = f"the cells of section {name}"
+    what, first = f"the cells of section {name}", cursor.at
     parts = []
     for start in range(0, count, _CELLS_A_READ):
         some = min(_CELLS_A_READ, count - start)
@@ -144,33 +194,43 @@ def _cells(cursor: Cursor, name: str, count: int, ext_bytes: int) -> Cells:
         if not (part[:, 1] == 1).all():
             at = int(np.argmax(part[:, 1] != 1))
             number = int(part[at, 1]) & 0xFFFFFFFF
+            cursor.at = first  # the first cells of a wrong supposition may fit by accident
             raise StateFileError(f"section {name}, cell {start + at}: n_seq_id {number}, not 1")
-        parts.append(np.delete(part, -1, axis=1))  # the sequence id is not used by anyone
-    table = np.concatenate(parts) if parts else np.empty((0, width // 4 - 1), np.int32)
-    return Cells(pos=table[:, 0], n_seq_id=table[:, 1], ext=table[:, 2:])
+        parts.append(part)
+    return _columns(np.concatenate(parts))
 
 
-def _rows(cursor: Cursor, what: str, count: int, want: Tensor | None) -> Block:
-    type_, row_size = struct.unpack("<iQ", cursor.take(12, f"the header of {what}"))
-    if isinstance(want, Rows):
-        _expect_same_type(what, type_, want.type)
-        expect_same(what, "row size", row_size, want.row_size)
-    elif not 0 <= type_ < 256:
-        raise StateFileError(f"{what}: type {type_} cannot be")
-    tensor = Rows(type_, row_size)
-    return Block(what, cursor.skip(tensor.data_bytes(count), what), count, tensor)
+def _columns(table: Ints) -> Cells:
+    return Cells(pos=table[:, 0], n_seq_id=table[:, 1], ext=table[:, 2:-1], seq_id=table[:, -1])
 
 
-def _channels(cursor: Cursor, what: str, count: int, want: Tensor | None) -> Block:
-    type_, el_size, n_embd = struct.unpack("<iII", cursor.take(12, f"the header of {what}"))
-    if isinstance(want, Channels):
-        _expect_same_type(what, type_, want.type)
-        expect_same(what, "element size", el_size, want.el_size)
-        expect_same(what, "n_embd_v_gqa", n_embd, want.n_embd_v_gqa)
-    elif not 0 <= type_ < 256:
-        raise StateFileError(f"{what}: type {type_} cannot be")
-    tensor = Channels(type_, el_size, n_embd)
-    return Block(what, cursor.skip(tensor.data_bytes(count), what), count, tensor)
+def _tensor(
+    cursor: Cursor, place: tuple[str, Part, int], count: int, want: Tensor | None, *,
+    transposed: bool = False,
+) -> Block:  # fmt: skip
+    """Read the header of the tensor at a place (what, part, layer) and pass over its data."""
+    what, part, layer = place
+    head = cursor.take(12, f"the header of {what}")
+    tensor: Tensor
+    if transposed:
+        tensor = Channels(*struct.unpack("<iII", head))
+    else:
+        tensor = Rows(*struct.unpack("<iQ", head))
+    if want is not None:
+        _expect_tensor(what, tensor, want)
+    elif not 0 <= tensor.type < 256:
+        raise StateFileError(f"{what}: type {tensor.type} cannot be")
+    return Block(what, cursor.skip(tensor.data_bytes(count), what), count, tensor, part, layer)
+
+
+def _expect_tensor(what: str, found: Tensor, want: Tensor) -> None:
+    """Refuse a tensor that differs from the layout's."""
+    expect_same(what, "type", type_name(found.type), type_name(want.type))
+    if isinstance(found, Rows) and isinstance(want, Rows):
+        expect_same(what, "row size", found.row_size, want.row_size)
+    elif isinstance(found, Channels) and isinstance(want, Channels):
+        expect_same(what, "element size", found.el_size, want.el_size)
+        expect_same(what, "n_embd_v_gqa", found.n_embd_v_gqa, want.n_embd_v_gqa)
 
 
 def read_recr(cursor: Cursor, name: str, want: RecrSection | None) -> ReadSection:
@@ -186,21 +246,34 @@ def read_recr(cursor: Cursor, name: str, want: RecrSection | None) -> ReadSectio
         expect_same(name, "layers", n_layer, want.n_layer)
     if n_layer > _MAX_LAYERS:
         raise StateFileError(f"{name}: {n_layer} layers cannot be")
-    blocks: list[Block] = []
     if want:
-        half = len(want.rows) // 2
-        for number, row in enumerate(want.rows):
-            label = f"{name}, " + (f"R {number}" if number < half else f"S {number - half}")
-            blocks.append(_rows(cursor, label, 1, row))
+        blocks = [
+            _tensor(cursor, (label, part, number), 1, row)
+            for label, part, number, row in tensor_places(name, want)
+        ]
     else:
-        while cursor.left and not _at_checkpoints(cursor):
-            if len(blocks) == 2 * n_layer:
-                raise StateFileError(f"{name}: more than two rows a layer in {n_layer} layers")
-            blocks.append(_rows(cursor, f"{name}, row {len(blocks)}", 1, None))
+        blocks = _state_rows(cursor, name, n_layer)
     shape = RecrSection(n_layer, tuple(b.tensor for b in blocks if isinstance(b.tensor, Rows)))
     one = np.array([[pos, 0]], np.int32)
-    cells = Cells(one[:, 0], one[:, 1], np.empty((1, 0), np.int32))
+    cells = Cells(one[:, 0], one[:, 1], np.empty((1, 0), np.int32), np.empty(0, np.int32))
     return ReadSection(name, shape, cells, tuple(blocks))
+
+
+def _state_rows(cursor: Cursor, name: str, n_layer: int) -> list[Block]:
+    """Read R rows, then as many S rows, up to the appendix or the file's end."""
+    blocks: list[Block] = []
+    while cursor.left and not _at_checkpoints(cursor):
+        if len(blocks) == 2 * n_layer:
+            raise StateFileError(f"{name}: more than two rows a layer in {n_layer} layers")
+        blocks.append(_tensor(cursor, (f"{name}, row {len(blocks)}", "R", 0), 1, None))
+    if len(blocks) % 2:
+        raise StateFileError(f"{name}: {len(blocks)} rows, but each R row has an S row")
+    rows = tuple(block.tensor for block in blocks if isinstance(block.tensor, Rows))
+    places = tensor_places(name, RecrSection(n_layer, rows))
+    return [
+        replace(block, what=what, part=part, layer=layer)
+        for block, (what, part, layer, _) in zip(blocks, places, strict=True)
+    ]
 
 
 def _at_checkpoints(cursor: Cursor) -> bool:
@@ -235,14 +308,7 @@ def skip_checkpoints(cursor: Cursor) -> int | None:
     return count
 
 
-def expect_same(what: str, field: str, found: int | None, wanted: int | None) -> None:
+def expect_same(what: str, field: str, found: int | str | None, wanted: int | str | None) -> None:
     """Refuse a field that differs from the layout's."""
     if found != wanted:
         raise StateFileError(f"{what}: {field} {found}, the decoder has {wanted}")
-
-
-def _expect_same_type(what: str, found: int, wanted: int) -> None:
-    if found != wanted:
-        raise StateFileError(
-            f"{what}: type {type_name(found)}, the decoder has {type_name(wanted)}"
-        )

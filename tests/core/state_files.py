@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Kv:
     """An attention section; `width` values in a row.
 
     `last` cells only, if given; `count` and `pos` replace the true ones in the file, `pos` also
-    their number.
+    their number. `streams`: of a decoder with several slots, the last so many cells in each.
     """
 
     layers: int = 2
@@ -52,6 +52,8 @@ class Kv:
     ext_shift: tuple[int, int] = (0, 0)
     row_extra: int = 0
     layer_count: int | None = None
+    seq_id: int = 7
+    streams: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -135,12 +137,22 @@ def section_bytes(section: Kv | Recr, tokens: Sequence[int], version: int) -> by
     """Return one section of the state of these tokens."""
     if isinstance(section, Recr):
         return _recr_bytes(section, len(tokens))
+    streams = [section]
+    if section.streams is not None:
+        streams = [replace(section, last=last) for last in section.streams]
+    n_stream = section.n_stream if section.streams is None else len(streams)
+    parts = [struct.pack("<I", n_stream)]
+    parts += [_stream_bytes(stream, tokens, version) for stream in streams]
+    return b"".join(parts)
+
+
+def _stream_bytes(section: Kv, tokens: Sequence[int], version: int) -> bytes:
     n = len(tokens)
     first = 0 if section.last is None else max(0, n - section.last)
     positions = list(range(first, n)) if section.pos is None else list(section.pos)
     cells = len(positions)
     count = cells if section.count is None else section.count
-    parts = [struct.pack("<II", section.n_stream, count)]
+    parts = [struct.pack("<I", count)]
     if not cells:
         return parts[0]
     for pos in positions:
@@ -148,7 +160,7 @@ def section_bytes(section: Kv | Recr, tokens: Sequence[int], version: int) -> by
         x, y = section.ext_shift
         ext = [pos + x, pos + y, token][: section.ext_bytes // 4]
         parts.append(struct.pack("<iI", pos, section.n_seq_id))
-        parts.append(struct.pack(f"<{len(ext)}ii", *ext, 7))
+        parts.append(struct.pack(f"<{len(ext)}ii", *ext, section.seq_id))
     n_layer = section.layers if section.layer_count is None else section.layer_count
     parts.append(struct.pack("<II", section.v_trans, n_layer))
     if version >= 4:

@@ -24,7 +24,8 @@ from onebitd.core.errors import StateFileError
 from onebitd.core.policy import erase_heals
 from onebitd.core.state_check import check
 from onebitd.core.state_file import learn_layout, parse
-from onebitd.core.state_layout import Block, KvSection, Layout, Rows, StateFile
+from onebitd.core.state_layout import SLIDING, Block, KvSection, Layout, Rows, StateFile
+from onebitd.core.state_write import rewrite, write_state
 from tests.e2e.rig import RHYME, running_rig
 from tests.e2e.rig import prepare as prepare_rig
 from tests.e2e.test_faults import state_waits
@@ -38,11 +39,13 @@ from tests.llama_builds import (
     running_llama,
 )
 from tests.tiny_models import TINY_MODELS, write
+from tests.tiny_qwen35 import QWEN35
 
 PROBE = [1, 2, 3]
-Q8_0 = ("-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0")
 FA_ON, FA_OFF = ("-fa", "on"), ("-fa", "off")
-TINY = {model.name: model for model in TINY_MODELS}
+K_Q8_0 = ("-ctk", "q8_0")
+Q8_0 = (*FA_ON, *K_Q8_0, "-ctv", "q8_0")
+TINY = {model.name: model for model in (*TINY_MODELS, QWEN35)}
 BIG = {model.name: model for model in MODELS}
 
 
@@ -75,8 +78,11 @@ SETUPS = [
     Setup("smollm2", FA_ON, "kv"),
     Setup("smollm2", FA_OFF, "kv"),
     Setup("smollm2", Q8_0, "kv"),
+    *(Setup("smollm2", (*args, *K_Q8_0), "kv") for args in (FA_ON, FA_OFF)),
     Setup("gemma3", ("--swa-full",), "kv kv"),
+    Setup("gemma3", ("--swa-full", *Q8_0), "kv kv"),
     Setup("gemma3", (), "kv kv", reused=False),
+    Setup("gemma3", FA_OFF, "kv kv", reused=False),
     *(Setup("qwen3", args, "kv") for args in (FA_ON, FA_OFF)),
     *(Setup("qwen2vl", args, "kv") for args in (FA_ON, FA_OFF)),
     *(Setup("deepseek2", args, "kv") for args in (FA_ON, FA_OFF)),
@@ -85,6 +91,7 @@ SETUPS = [
     # Small batches make the ring of the window so small that 700 tokens go round it.
     Setup("lfm2-swa", (*FA_ON, "-b", "64", "-ub", "64"), "kv kv recr", reused=False),
     Setup("mamba", (), "recr"),
+    *(Setup("qwen35", args, "kv recr") for args in (FA_ON, FA_OFF)),
 ]
 
 
@@ -220,10 +227,11 @@ def test_layout_of_a_real_state_is_what_the_decoder_was_started_with(decoder: De
     assert kinds(layout) == setup.sections
     attention = [part for part in layout.sections if isinstance(part, KvSection)]
     assert {part.v_trans for part in attention} == ({"off" in setup.args} if attention else set())
-    types = {tensor.type for part in attention for tensor in (*part.k, *part.v)}
-    assert types == ({8} if "q8_0" in setup.args else {1} if attention else set())
+    for flag, tensors in (("-ctk", [p.k for p in attention]), ("-ctv", [p.v for p in attention])):
+        types = {tensor.type for layers in tensors for tensor in layers}
+        assert types <= {8 if flag in setup.args else 1}
     assert any(part.v for part in attention) is (setup.model not in ("deepseek2", "mamba"))
-    extension = (8 if layout.version == 2 else 12) if setup.model == "qwen2vl" else 0
+    extension = (8 if layout.version == 2 else 12) if setup.model in ("qwen2vl", "qwen35") else 0
     assert {part.ext_bytes for part in attention} <= {extension}
     heals = "off" not in setup.args and "recr" not in setup.sections
     assert erase_heals(layout) is heals
@@ -245,6 +253,44 @@ def test_real_states_of_any_length_pass_and_read_alike(decoder: Decoder) -> None
         assert positions[0] > positions.min(), "the ring of the window did not turn"
 
 
+def rewritten(read: StateFile, source: bytes | mmap.mmap) -> bytes:
+    """Return a file that was read, written again."""
+    out = bytearray()
+    assert rewrite(out.extend, read, source) == len(out)
+    return bytes(out)
+
+
+def written_anew(state: bytes) -> bytes:
+    """Return a new state with the tokens and the data of a state, as a provider writes it."""
+    read = parse(state)
+    blocks = (block for part in read.sections for block in part.blocks)
+    data = (state[block.offset : block.offset + block.n_bytes] for block in blocks)
+    window = [len(part.cells.pos) for part in read.sections if part.what == SLIDING]
+    out = bytearray()
+    tokens = read.tokens.tolist()
+    swa_cells = window[0] if window else None
+    assert write_state(out.extend, read.layout, tokens, data, swa_cells=swa_cells) == len(out)
+    return bytes(out)
+
+
+def test_real_states_are_written_again_byte_for_byte(decoder: Decoder, tmp_path: Path) -> None:
+    """A saved file, read through a map, and a new one from its data, are the decoder's own."""
+    saved, path = decoder.saved, tmp_path / "state"
+    for state in saved.states.values():
+        path.write_bytes(state)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+            read = parse(view)
+            assert rewritten(read, view) == state
+            assert rewritten(parse(view, saved.layout), view) == state
+            plain = rewritten(dataclasses.replace(read, packed=False), view)
+        assert plain == plainly_listed(state)
+        appendix = read.size - read.sections_end
+        new = written_anew(state)
+        assert len(new) == len(plain) - appendix
+        ring = any(np.diff(part.cells.pos).min(initial=1) < 0 for part in read.sections)
+        assert (new == plain[: len(new)]) is not ring
+
+
 def restore(client: LlamaClient, state: bytes, n_tokens: int) -> None:
     """Put a state of so many tokens into the slot."""
     client.slot_action("erase", "")
@@ -255,22 +301,24 @@ def restore(client: LlamaClient, state: bytes, n_tokens: int) -> None:
 
 
 def test_real_state_listed_plainly_is_accepted_and_used(decoder: Decoder) -> None:
-    """A plain token list passes, the decoder restores it, and evaluates the last token alone."""
+    """With a plain token list, and written anew: restored, and the last token alone evaluated."""
     saved, client, ids = decoder.saved, decoder.client, decoder.saved.ids(60)
-    state = plainly_listed(saved.states[60])
-    saved.check(state)
+    plain = plainly_listed(saved.states[60])
     asked = [*ids, ids[7]]
     client.slot_action("erase", "")
     client.complete(ids, 0)
     expected = client.complete(asked, 6)
-    restore(client, state, len(ids))
-    reply = client.complete(asked, 6)
-    evaluated = (reply["timings"]["cache_n"], reply["timings"]["prompt_n"])
-    if saved.setup.reused:
-        assert evaluated == (len(ids), 1)
-    else:
-        assert evaluated[1] > 1
-    assert reply["content"] == expected["content"]
+    # The same, unless the decoder appends context checkpoints.
+    for state in dict.fromkeys((plain, written_anew(plain))):
+        saved.check(state)
+        restore(client, state, len(ids))
+        reply = client.complete(asked, 6)
+        evaluated = (reply["timings"]["cache_n"], reply["timings"]["prompt_n"])
+        if saved.setup.reused:
+            assert evaluated == (len(ids), 1)
+        else:
+            assert evaluated[1] > 1
+        assert reply["content"] == expected["content"]
     if saved.setup.reused and saved.setup.model in TINY:
         # A wrong cache does change the text. Nothing else tells it, so no check can.
         restore(client, forged(save(client, ids[::-1]), ids), len(ids))
@@ -280,6 +328,49 @@ def test_real_state_listed_plainly_is_accepted_and_used(decoder: Decoder) -> Non
 def forged(state: bytes, ids: list[int]) -> bytes:
     """Return a state of as many other tokens, listed as these ones."""
     return with_ids(state[:8], ids) + plainly_listed(state)[12 + 4 * len(ids) :]
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.name)
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup("qwen3", (*FA_OFF, *K_Q8_0), "kv"),
+        Setup("lfm2-swa", (*FA_ON, "--swa-full"), "kv kv recr"),
+    ],
+    ids=lambda setup: setup.name,
+)
+def test_real_state_of_the_second_slot_is_written_again_and_used(
+    models: dict[str, LlamaModel], build: LlamaBuild, setup: Setup
+) -> None:
+    """Slots with caches of their own save a stream each, of which the saved slot's has cells."""
+    build.require()
+    ids = prompt(setup.model, 60)
+    with running_llama(build, models[setup.model], "-np", "2", *setup.args) as client:
+
+        def act(action: str, **more: str) -> Any:
+            return client.post(f"/slots/1?action={action}", more)
+
+        expected = client.complete([*ids, ids[7]], 6, id_slot=1)
+        client.complete(ids, 0, id_slot=1, cache_prompt=False)
+        act("save", filename="saved")
+        state = (client.slots_dir / "saved").read_bytes()
+        read = parse(state)
+        assert (read.n_stream, kinds(read.layout)) == (2, setup.sections)
+        streams = [part for part in read.sections if isinstance(part.shape, KvSection)]
+        assert [part.stream for part in streams] == [0, 1] * setup.sections.count("kv")
+        for part in streams:
+            assert part.cells.seq_id.tolist() == [1] * 60 * part.stream
+        assert rewritten(read, state) == rewritten(parse(state, read.layout), state) == state
+        with pytest.raises(StateFileError, match="2 streams, a decoder with one slot has 1"):
+            check(state, read.layout, ids)
+
+        act("erase")
+        plain = rewritten(dataclasses.replace(read, packed=False), state)
+        (client.slots_dir / "other").write_bytes(plain)
+        assert act("restore", filename="other")["n_restored"] == 60
+        reply = client.complete([*ids, ids[7]], 6, id_slot=1)
+        assert (reply["timings"]["cache_n"], reply["timings"]["prompt_n"]) == (60, 1)
+        assert reply["content"] == expected["content"]
 
 
 # --- damage -----------------------------------------------------------------------------------
