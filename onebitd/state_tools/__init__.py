@@ -1,0 +1,1 @@
+"""What `onebitctl state` does: numpy is imported here, so that the other commands start without."""
