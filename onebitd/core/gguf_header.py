@@ -47,6 +47,26 @@ _Value: TypeAlias = int | float | bool | str
 _Buffer: TypeAlias = "bytes | bytearray | memoryview | mmap.mmap"
 
 
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """Every key of a GGUF, for whoever needs more than `GgufHeader` says.
+
+    Attributes:
+        version: of the file format.
+        n_tensors: how many descriptions of tensors follow.
+        pairs: the values by key, a scalar as a sequence of one; an array's first 4096 numbers, and
+            of an array of strings none.
+        counts: how many values each key has in the file.
+        end: the first byte after the pairs.
+    """
+
+    version: int
+    n_tensors: int
+    pairs: dict[str, Sequence[_Value]]
+    counts: dict[str, int]
+    end: int
+
+
 class GgufError(OnebitError):
     """The model file is not a GGUF that can be read; the message tells what is wrong with it."""
 
@@ -66,6 +86,7 @@ class GgufHeader:
         is_hybrid: recurrent state beside attention.
         n_vocab: length of the token list.
         nextn_predict_layers: layers of a multi-token prediction head, 0 without one.
+        head_dim: values of one head of K, None where it is not said or differs by layer.
     """
 
     version: int
@@ -78,6 +99,7 @@ class GgufHeader:
     is_hybrid: bool
     n_vocab: int | None
     nextn_predict_layers: int
+    head_dim: int | None = None
 
 
 def read(buf: _Buffer) -> GgufHeader:
@@ -90,9 +112,15 @@ def read(buf: _Buffer) -> GgufHeader:
         GgufError: not a GGUF, another version or byte order, cut, or a field that cannot be.
             Never anything else, whatever the bytes.
     """
-    reader = _Reader(buf)
+    found = read_metadata(buf)
+    return _header(found.version, found.pairs, found.counts)
+
+
+def read_metadata(buf: _Buffer) -> Metadata:
+    """Read every pair of the metadata; see `read`."""
+    reader = Reader(buf)
     version = _version(reader)
-    reader.u64("the tensor count")
+    n_tensors = reader.u64("the tensor count")
     n_pairs = reader.u64("the metadata count")
     if n_pairs > min(_MAX_PAIRS, reader.left // 13):
         raise GgufError(
@@ -103,10 +131,10 @@ def read(buf: _Buffer) -> GgufHeader:
     for _ in range(n_pairs):
         key = reader.string("a metadata key", _MAX_KEY_BYTES)
         pairs[key], counts[key] = reader.values(key)
-    return _header(version, pairs, counts)
+    return Metadata(version, n_tensors, pairs, counts, reader.at)
 
 
-def _version(reader: _Reader) -> int:
+def _version(reader: Reader) -> int:
     start = reader.take(min(4, reader.left), "the magic")
     if start != b"GGUF":
         raise GgufError(f"not a GGUF file: starts with {start!r}, not b'GGUF'")
@@ -139,7 +167,24 @@ def _header(version: int, pairs: dict[str, Sequence[_Value]], counts: dict[str, 
         is_hybrid=not recurrent and bool(groups & _RECURRENT_GROUPS),
         n_vocab=counts.get("tokenizer.ggml.tokens", _number(pairs, f"{prefix}vocab_size")),
         nextn_predict_layers=max(0, _number(pairs, f"{prefix}nextn_predict_layers") or 0),
+        head_dim=_head_dim(pairs, prefix),
     )
+
+
+def _head_dim(pairs: dict[str, Sequence[_Value]], prefix: str) -> int | None:
+    """Return `attention.key_length`, which llama.cpp takes to be this quotient where it is missing.
+
+    A window's layers may have heads of their own (`key_length_swa`); then there is no one answer.
+    """
+    lengths = {
+        *_numbers(pairs, f"{prefix}attention.key_length"),
+        *_numbers(pairs, f"{prefix}attention.key_length_swa"),
+    }
+    if not lengths:
+        heads = set(_numbers(pairs, f"{prefix}attention.head_count"))
+        width = _number(pairs, f"{prefix}embedding_length")
+        lengths = {width // count for count in heads if count > 0} if width else set()
+    return lengths.pop() if len(lengths) == 1 and 0 not in lengths else None
 
 
 def _text(pairs: dict[str, Sequence[_Value]], key: str) -> str | None:
@@ -156,13 +201,13 @@ def _number(pairs: dict[str, Sequence[_Value]], key: str) -> int | None:
     return max(_numbers(pairs, key), default=None)
 
 
-class _Reader:
-    """A place in the buffer; reads are checked against the bytes left."""
+class Reader:
+    """A place in the buffer; reads are checked against the bytes left, or raise GgufError."""
 
-    def __init__(self, buf: _Buffer) -> None:
+    def __init__(self, buf: _Buffer, at: int = 0) -> None:
         self._buf = buf
         self._size = len(buf)
-        self.at = 0
+        self.at = at
 
     @property
     def left(self) -> int:

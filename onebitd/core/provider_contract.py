@@ -14,6 +14,7 @@ STATE_FILE: Final = "state.bin"
 HEADER_FILE: Final = "layout.json"
 
 LLAMA_SERVER_VARIABLE: Final = "ONEBIT_LLAMA_SERVER"
+STATE_EXAMPLE_VARIABLE: Final = "ONEBIT_STATE_EXAMPLE"
 
 _DETAIL_LIMIT: Final = 300
 
@@ -52,14 +53,22 @@ def environment(
     *,
     lock_held: bool,
     llama_server: str,
+    state_example: str | None = None,
 ) -> dict[str, str]:
     """Return the provider's environment.
 
     With the device lock held for it, the engine must not take the same lock again: it would wait
     for its own parent for ever. A provider that runs a llama-server of its own finds the decoder's
-    in ONEBIT_LLAMA_SERVER: state files of another build may be refused.
+    in ONEBIT_LLAMA_SERVER: state files of another build may be refused. One that writes the file
+    itself finds one that the decoder saved in ONEBIT_STATE_EXAMPLE: the version and the types are
+    read there. Without such a file the variable is not passed on: the daemon's own speaks of
+    another decoder.
     """
-    env = {**inherited, LLAMA_SERVER_VARIABLE: llama_server, **extra}
+    env = {**inherited, LLAMA_SERVER_VARIABLE: llama_server}
+    env.pop(STATE_EXAMPLE_VARIABLE, None)
+    if state_example is not None:
+        env[STATE_EXAMPLE_VARIABLE] = state_example
+    env.update(extra)
     if lock_held:
         env[NO_LOCK_VARIABLE] = "1"
     return env

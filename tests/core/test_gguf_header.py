@@ -125,6 +125,30 @@ def test_read_memory_kind_follows_keys_and_architecture(name: str, key: str, kin
     assert (header.is_recurrent, header.is_hybrid) == (kind == "recurrent", kind == "hybrid")
 
 
+WIDTH, HEADS = pair("x.embedding_length", U32, 576), pair("x.attention.head_count", U32, 9)
+LONG, WINDOW = "x.attention.key_length", "x.attention.key_length_swa"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "head_dim"),
+    [
+        ([WIDTH, HEADS], 64),
+        ([WIDTH, HEADS, pair(LONG, U32, 256)], 256),
+        ([pair(LONG, U32, 128), pair(WINDOW, U32, 128)], 128),
+        ([pair(LONG, U32, 128), pair(WINDOW, U32, 64)], None),
+        ([WIDTH, array("x.attention.head_count", U32, [8, 9])], None),
+        ([WIDTH, pair("x.attention.head_count", U32, 0)], None),
+        ([HEADS], None),
+        ([], None),
+    ],
+)
+def test_read_head_dim_is_the_keys_length_or_the_width_of_one_head(
+    pairs: list[bytes], head_dim: int | None
+) -> None:
+    """Where layers differ there is no one answer."""
+    assert read(gguf(arch("x"), *pairs)).head_dim == head_dim
+
+
 REFUSED = [
     (b"", "not a GGUF file: starts with b'', not b'GGUF'"),
     (b"qsgg" + bytes(40), "not a GGUF file: starts with b'qsgg'"),

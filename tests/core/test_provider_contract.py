@@ -43,6 +43,18 @@ def test_environment_llama_server_is_the_decoders_unless_provider_env_names_one(
     assert env["ONEBIT_LLAMA_SERVER"] == "/mine"
 
 
+def test_environment_state_example_is_the_running_decoders_or_none() -> None:
+    """A variable exported to the daemon speaks of some other decoder, and is not passed on."""
+    inherited = {"ONEBIT_STATE_EXAMPLE": "/exported"}
+    env = contract.environment(inherited, {}, lock_held=False, llama_server="/ls")
+    assert "ONEBIT_STATE_EXAMPLE" not in env
+    for extra, expected in (({}, "/kept"), ({"ONEBIT_STATE_EXAMPLE": "/mine"}, "/mine")):
+        env = contract.environment(
+            inherited, extra, lock_held=False, llama_server="/ls", state_example="/kept"
+        )
+        assert env["ONEBIT_STATE_EXAMPLE"] == expected
+
+
 def test_format_tokens_one_decimal_a_line() -> None:
     """As the contract says."""
     assert contract.format_tokens([1, 22, 333]) == b"1\n22\n333\n"
