@@ -60,6 +60,7 @@ CTX_STEP = 256  # llama.cpp rounds a context up to this
 SUN_PATH_MAX_BYTES = 107
 LOG_TAIL_BYTES = 16 * 1024
 KILL_WAIT_S = 5.0
+PLAIN_LETTER = 'root ::= "a"'
 DEFAULT_TIMEOUT_S = 600.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -169,7 +170,8 @@ def _ctx_size(text: str) -> int:
     return value
 
 
-def _fds(text: str) -> tuple[int, ...]:
+def parse_fds(text: str) -> tuple[int, ...]:
+    """Return the numbers in a value of --fds; ValueError when they cannot be descriptors."""
     found = tuple(int(word) for word in text.split(","))
     if min(found) < 3 or max(found) > MAX_ID or len(set(found)) != len(found):
         raise ValueError(text)  # 0 to 2 are the standard streams
@@ -205,7 +207,7 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     route.add_argument(
         "--layout", metavar="HEADER_FILE", help="the header of the memory to write to instead"
     )
-    add("--fds", type=_fds, metavar="FDS", help="its inherited descriptors, with commas between")
+    add("--fds", type=parse_fds, metavar="FDS", help="its inherited descriptors, commas between")
     add("--model", required=True, help="the GGUF file")
     add("--elfs", metavar="DIR", help="taken for the contract's sake; not used")
     add(
@@ -631,11 +633,20 @@ def ask(server: Server, path: str, body: object, deadline: float, phase: str) ->
     return reply
 
 
+def prompt_body(ids: Sequence[int]) -> dict[str, object]:
+    """Return the body of a completion that leaves these ids in slot 0 and nothing else.
+
+    llama-server makes one token all the same. The grammar keeps it to a letter: build 10068 answers
+    500 when it is a part of a character (measured; the slot holds the prompt even then).
+    """
+    body: dict[str, object] = {"prompt": list(ids), "n_predict": 0, "grammar": PLAIN_LETTER}
+    return {**body, "id_slot": 0, "cache_prompt": True}
+
+
 def prefill(server: Server, ids: Sequence[int], deadline: float) -> float:
     """Evaluate the ids in slot 0 and return the milliseconds that took."""
     phase = f"it prefilled {len(ids)} ids"
-    body = {"prompt": list(ids), "n_predict": 0, "id_slot": 0, "cache_prompt": True}
-    reply = ask(server, "/completion", body, deadline, phase)
+    reply = ask(server, "/completion", prompt_body(ids), deadline, phase)
     evaluated = reply.get("tokens_evaluated")
     if evaluated != len(ids) or reply.get("truncated"):
         raise PrefillError(
@@ -685,18 +696,18 @@ def free_bytes(directory: str) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def open_share(options: Options, n_ids: int) -> Share | None:
+def open_share(layout: str | None, fds: Sequence[int], n_ids: int) -> Share | None:
     """Return the memory to write to, None on the file route; PrefillError (status 2 or 6)."""
-    if options.layout is None:
+    if layout is None:
         return None
     from onebitd import prefill_share
 
     try:
-        return prefill_share.open_share(options.layout, options.fds, n_ids)
+        return prefill_share.open_share(layout, fds, n_ids)
     except prefill_share.ShareMismatch as error:
-        raise PrefillError(EXIT_LAYOUT, f"--layout {options.layout}: {error}") from error
+        raise PrefillError(EXIT_LAYOUT, f"--layout {layout}: {error}") from error
     except OSError as error:
-        what = f"--layout {options.layout}"
+        what = f"--layout {layout}"
         if error.errno == errno.EBADF:
             what = f"--fds: descriptor {error.filename}"
         raise PrefillError(EXIT_USAGE, f"{what}: {error.strerror}") from error
@@ -710,7 +721,17 @@ def write_share(
     signals: StopSignals,
     deadline: float,
 ) -> None:
-    """Save slot 0 and write its rows into the decoder's memory; PrefillError.
+    """Save slot 0 and write its rows into the decoder's memory; PrefillError."""
+    try:
+        save(server, paths, len(ids), deadline)
+    except OSError as error:
+        raise PrefillError(EXIT_WRITE, f"the shared memory: {error.strerror}") from error
+    server.kill()  # gives the memory of its model and its cache back, before more is touched
+    fill_share(share, int(paths.saved_name), ids, signals)
+
+
+def fill_share(share: Share, state_fd: int, ids: Sequence[int], signals: StopSignals) -> None:
+    """Write the rows of a state file into the decoder's memory; PrefillError.
 
     Up to the first byte a stop signal ends the run with nothing written. From then on it finishes:
     rows half written help nobody, and the rest takes less than a stop's grace.
@@ -719,9 +740,7 @@ def write_share(
     from onebitd.core.errors import StateFileError
 
     try:
-        save(server, paths, len(ids), deadline)
-        server.kill()  # gives the memory of its model and its cache back, before more is touched
-        prefill_share.write_state(share, int(paths.saved_name), ids, signals.ignore)
+        prefill_share.write_state(share, state_fd, ids, signals.ignore)
     except prefill_share.ShareMismatch as error:
         raise PrefillError(EXIT_LAYOUT, str(error)) from error
     except StateFileError as error:
@@ -737,7 +756,7 @@ def run(options: Options, signals: StopSignals) -> float:
     check_model(options.model)
     ctx_size = choose_ctx_size(options.ctx_size, len(ids))
     program = find_program(options.llama_server)
-    share = open_share(options, len(ids))
+    share = open_share(options.layout, options.fds, len(ids))
     cleanups: list[Callable[[], None]] = []
     try:
         with signals.held():
@@ -767,13 +786,25 @@ def run(options: Options, signals: StopSignals) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
     options = parse_options(sys.argv[1:] if argv is None else argv, os.environ)
+    return run_program(PROGRAM, lambda signals: run(options, signals))
+
+
+def run_program(name: str, work: Callable[[StopSignals], float]) -> int:
+    """Do a provider's work and end as the contract has it.
+
+    Args:
+        work: returns `prefill_ms`, or NaN when that is not known.
+
+    Returns:
+        the exit status; after a stop signal it does not return.
+    """
     signals = StopSignals()
-    os.umask(0o077)  # the socket and the state file are for this user alone
+    os.umask(0o077)  # whatever is made is for this user alone
     try:
-        prefill_ms = run(options, signals)
+        prefill_ms = work(signals)
     except PrefillError as error:
         line = " ".join(str(error).split())
-        sys.stderr.write(f"{PROGRAM}: {line}\n")
+        sys.stderr.write(f"{name}: {line}\n")
         return error.exit_status
     except Stopped as stop:
         signal.signal(stop.signum, signal.SIG_DFL)

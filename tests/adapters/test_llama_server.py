@@ -171,7 +171,13 @@ CALLS: list[tuple[Call, bytes, dict[str, Any] | None, object, object]] = [
     (
         lambda server: server.fill_slot((1, 2)),
         b"POST /completion",
-        {"prompt": [1, 2], "n_predict": 0, "id_slot": 0, "cache_prompt": False},
+        {
+            "prompt": [1, 2],
+            "n_predict": 0,
+            "grammar": 'root ::= "a"',
+            "id_slot": 0,
+            "cache_prompt": False,
+        },
         {"content": ""},
         None,
     ),

@@ -125,6 +125,18 @@ def test_provider_on_every_build_and_model_hands_over_all_but_one_token(
         check_used(client, ids, cold["content"])
 
 
+def test_provider_prompt_that_goes_on_with_a_part_of_a_character_is_prefilled(
+    llama_build: LlamaBuild, smollm2: LlamaModel, tmp_path: Path
+) -> None:
+    """llama-server makes a token even when asked for none, and fails if it is no character."""
+    with running_llama(llama_build, smollm2) as client:
+        ids = client.tokenize("\U0001f642" * 8)
+    for n_ids in (len(ids) - 5, len(ids) - 1):
+        ids_file = write_ids(tmp_path / "ids", ids[:n_ids])
+        done = run(command(tmp_path / "state", ids_file, llama_build, smollm2.path))
+        assert done.returncode == 0, done.stderr
+
+
 def test_provider_configured_by_environment_uses_program_arguments_and_device(
     some_build: LlamaBuild, smollm2: LlamaModel, ids_file: Path, tmp_path: Path
 ) -> None:
