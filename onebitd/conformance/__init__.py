@@ -1,0 +1,1 @@
+"""The conformance kit for provider authors: `onebitctl provider check`. It needs no daemon."""
