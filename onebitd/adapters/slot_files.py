@@ -21,13 +21,16 @@ from typing import Final
 
 import trio
 
-from onebitd.core import provider_contract, state_check
+from onebitd.adapters.state_reader import OpenFile
+from onebitd.core import provider_contract
 from onebitd.core.errors import ConfigError, HandoffError, StateFileError
 from onebitd.core.handoff import Reason
+from onebitd.core.state_data import Baseline
 from onebitd.core.state_layout import Layout
 
 _RUN_PREFIX: Final = "run-"
 _STATE_PREFIX: Final = "state-"
+_EXAMPLE_NAME: Final = "example.state"
 _SPACE_RESERVE_BYTES: Final = 1024 * 1024
 
 
@@ -62,7 +65,7 @@ class SlotFiles:
         except OSError:
             return 0  # somebody removed the directory, so there is nothing to remove
         for entry in entries:
-            if entry.name.startswith((_RUN_PREFIX, _STATE_PREFIX)):
+            if entry.name.startswith((_RUN_PREFIX, _STATE_PREFIX, _EXAMPLE_NAME)):
                 _remove(entry)
                 count += 1
         return count
@@ -79,6 +82,25 @@ class SlotFiles:
     def remove(self, name: str) -> None:
         """Remove a state file; it may be gone already."""
         _remove(self.path / name)
+
+    def keep_example(self, name: str) -> None:
+        """Keep a state file of the running decoder for providers to read; without one they guess.
+
+        Args:
+            name: of a file here, which is renamed.
+        """
+        with contextlib.suppress(OSError):
+            (self.path / name).chmod(0o600)  # llama-server's umask may be any
+            (self.path / name).replace(self.path / _EXAMPLE_NAME)
+
+    def drop_example(self) -> None:
+        """Remove the example: the decoder that wrote it is gone."""
+        _remove(self.path / _EXAMPLE_NAME)
+
+    def example(self) -> str | None:
+        """Return the path of the decoder's example, None while there is none."""
+        path = self.path / _EXAMPLE_NAME
+        return str(path) if path.is_file() else None
 
     def check_space(self, wanted_bytes: int) -> None:
         """See that a state file of this size fits.
@@ -154,9 +176,15 @@ class RunFiles:
         return str(path)
 
     async def take_state(
-        self, layout: Layout, tokens: Sequence[int], swa_window: int | None
+        self,
+        layout: Layout,
+        tokens: Sequence[int],
+        swa_window: int | None,
+        baseline: Baseline | None = None,
     ) -> tuple[str, int]:
         """Check the provider's state file off the event loop and move it into place.
+
+        Args: as for `state_check.check`.
 
         Returns:
             The name in the slot directory, and the size in bytes. The caller removes the file.
@@ -164,21 +192,21 @@ class RunFiles:
         Raises:
             HandoffError: `provider_no_file` or `bad_state`.
 
-        A cancel leaves the check to end by itself in its thread; the file stays in the run's
+        A cancel leaves the check to end by itself in its thread, soon; the file stays in the run's
         directory.
         """
         descriptor = _open_state(self.state_path)
         try:
             identity = os.fstat(descriptor)
-            checked = _OpenFile(os.dup(descriptor))
+            checked = OpenFile(os.dup(descriptor))
             try:
                 await trio.to_thread.run_sync(
-                    _check, checked, layout, tuple(tokens), swa_window, abandon_on_cancel=True
+                    _check,
+                    *(checked, layout, tuple(tokens), swa_window, baseline),
+                    abandon_on_cancel=True,
                 )
             finally:
-                unread = checked.take()
-                if unread is not None:
-                    os.close(unread)
+                checked.give_up()
             name = self._slots.new_name()
             target = self._slots.path / name
             os.fchmod(descriptor, 0o600)
@@ -246,48 +274,21 @@ def _refuse_writers(descriptor: int) -> None:
             ) from error
 
 
-class _OpenFile:
-    """A file as `state_check` reads it: by pread, not by mapping.
-
-    A page that somebody truncates away under a mapping is a SIGBUS, which no daemon survives.
-    The thread that reads it takes it and closes it; a cancel may keep that thread from starting.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._size = os.fstat(descriptor).st_size
-        self._untaken = [descriptor]  # list.pop is atomic: one of the two gets it
-
-    def take(self) -> int | None:
-        """Return the descriptor, which is the taker's to close; None when it was taken before."""
-        with contextlib.suppress(IndexError):
-            return self._untaken.pop()
-        return None
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: slice) -> bytes:
-        start, stop, _ = index.indices(self._size)
-        return os.pread(self._descriptor, max(0, stop - start), start)
-
-
 def _check(
-    source: _OpenFile, layout: Layout, tokens: tuple[int, ...], swa_window: int | None
+    checked: OpenFile,
+    layout: Layout,
+    tokens: tuple[int, ...],
+    swa_window: int | None,
+    baseline: Baseline | None,
 ) -> None:
-    descriptor = source.take()
-    if descriptor is None:
-        return  # a cancel came first; nobody looks at this answer
     try:
-        state_check.check(source, layout, tokens, swa_window=swa_window)
+        checked.check(layout, tokens, swa_window, baseline)
     except StateFileError as error:
         raise HandoffError(Reason.BAD_STATE, str(error)) from error
     except OSError as error:
         raise HandoffError(
             Reason.BAD_STATE, f"the state file cannot be read: {error.strerror}"
         ) from error
-    finally:
-        os.close(descriptor)
 
 
 def _write_private(path: Path, data: bytes) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 import structlog
 import trio
 
+from onebitd.adapters.bad_states import BadStates
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.process import Child, Guard
 from onebitd.adapters.provider_process import run_provider
@@ -19,6 +21,7 @@ from onebitd.core import provider_contract
 from onebitd.core.config import Config
 from onebitd.core.errors import HandoffError
 from onebitd.core.handoff import HandoffRecord, Reason
+from onebitd.core.state_data import Baseline
 from onebitd.core.state_layout import Layout
 from onebitd.services.admission import Ticket
 from onebitd.services.child_output import ChildOutput
@@ -42,6 +45,7 @@ class ProviderRuns:
         environ: what a provider inherits.
         swa_window: the model's sliding window in tokens, None without one.
         llama_server: the decoder's program, for a provider that runs one too.
+        bad_states: keeps refused state files.
     """
 
     def __init__(
@@ -53,9 +57,11 @@ class ProviderRuns:
         environ: Mapping[str, str],
         swa_window: int | None,
         llama_server: str,
+        bad_states: BadStates,
     ) -> None:
         self._config = config
         self._slots = slots
+        self._bad_states = bad_states
         self._lock = lock
         self._guard = guard
         self._environ = environ
@@ -89,6 +95,7 @@ class ProviderRuns:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._keep_for_life)
                 nursery.start_soon(self._reap_stuck)
+                nursery.start_soon(self._bad_states.run)
         finally:
             self._ended = True
             for lock in (self._lock, self._in_use):
@@ -209,12 +216,13 @@ class ProviderRuns:
         record: HandoffRecord,
         ticket: Ticket,
         config: Config,
+        baseline: Baseline | None = None,
     ) -> tuple[str, int]:
         """Have the provider prefill these tokens; the caller removes the state file.
 
         Args:
             tokens: what it is to prefill.
-            layout: what the state file must match.
+            layout, baseline: what the state file must match.
             record: gets the times.
             ticket: its phase is set.
             config: what the request began with: its provider runs. The lock is the one that is
@@ -239,8 +247,19 @@ class ProviderRuns:
                     elfs=config.provider.elfs,
                 )
                 await self._run_locked(argv, record, ticket, config)
-                with timed(record, "check_ms"):
-                    return await run.take_state(layout, tokens, self._swa_window)
+                try:
+                    with timed(record, "check_ms"):
+                        return await run.take_state(layout, tokens, self._swa_window, baseline)
+                except HandoffError as error:
+                    if error.reason is Reason.BAD_STATE:
+                        self._bad_states.take(
+                            Path(run.state_path),
+                            tokens,
+                            str(error),
+                            record.request_id,
+                            config.handoff.keep_bad_states,
+                        )
+                    raise
 
     async def prefill_shared(
         self,
@@ -334,6 +353,7 @@ class ProviderRuns:
                         config.provider.env,
                         lock_held=self._in_use is not None,
                         llama_server=self._llama_server,
+                        state_example=self._slots.example(),
                     ),
                     timeout_s=config.provider.timeout_s,
                     guard=self._guard,

@@ -26,7 +26,7 @@ from onebitd.adapters.process import (
     spawn,
 )
 from onebitd.adapters.slot_files import SlotFiles
-from onebitd.core import state_file
+from onebitd.core import state_data, state_file
 from onebitd.core.backend_state import (
     RESTART_WINDOW_S,
     BackendEvent,
@@ -46,6 +46,7 @@ from onebitd.core.errors import (
     StateFileError,
 )
 from onebitd.core.handoff import Reason
+from onebitd.core.state_data import Baseline
 from onebitd.core.state_layout import Layout
 from onebitd.services.child_output import ChildOutput, Level
 
@@ -87,6 +88,7 @@ class Launch:
         socket_path: where it listens.
         devices: what `--list-devices` named.
         swa_window: of a model with a sliding window, in tokens.
+        head_dim: values of one head of its attention, None where that is not known.
     """
 
     argv: Sequence[str]
@@ -94,6 +96,7 @@ class Launch:
     socket_path: Path
     devices: Sequence[str]
     swa_window: int | None
+    head_dim: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +104,8 @@ class BackendFacts:
     """What a running decoder told about itself.
 
     `layout` is what every state file must match; None when it could not be learned, and then
-    `unsupported` says why. `generation` counts decoder starts.
+    `unsupported` says why. `generation` counts decoder starts. `baseline` is what the data of the
+    decoder's own state is like.
     """
 
     server: LlamaServer
@@ -110,6 +114,7 @@ class BackendFacts:
     build: str | None
     layout: Layout | None
     unsupported: str | None
+    baseline: Baseline | None = None
 
 
 class Supervisor:
@@ -188,6 +193,11 @@ class Supervisor:
     def swa_window(self) -> int | None:
         """The model's sliding window in tokens, None without one."""
         return self._launch.swa_window
+
+    @property
+    def head_dim(self) -> int | None:
+        """Values of one head of the model's attention, None where that is not known."""
+        return self._launch.head_dim
 
     def rss_bytes(self) -> int | None:
         """Return the decoder's resident memory, None while it does not run."""
@@ -303,6 +313,7 @@ class Supervisor:
     async def _end(self, child: Child) -> None:
         """Bring child and group to an end, whatever the reason."""
         self.facts = None
+        self._slots.drop_example()
         unwanted = child.returncode is not None
         if not unwanted:
             self._move(BackendEvent.STOP)
@@ -359,6 +370,7 @@ class Supervisor:
         """Ask the decoder what it is, and learn its state layout from a state it saved itself."""
         props = await server.props()
         layout: Layout | None = None
+        baseline: Baseline | None = None
         unsupported: str | None = None
         name = self._slots.new_name()
         try:
@@ -366,6 +378,8 @@ class Supervisor:
             await server.save(name)
             saved = await trio.to_thread.run_sync((self._slots.path / name).read_bytes)
             layout = state_file.learn_layout(saved, _PROBE_TOKENS)
+            baseline = state_data.learn_baseline(saved, state_file.parse(saved, layout))
+            self._slots.keep_example(name)
         except StateFileError as error:
             unsupported = f"the decoder's own state file cannot be read: {error}"
         except (BackendGone, BackendTimeout):
@@ -386,6 +400,7 @@ class Supervisor:
             build=build if isinstance(build, str) else None,
             layout=layout,
             unsupported=unsupported,
+            baseline=baseline,
         )
 
     def _take_line(self, line: bytes) -> None:

@@ -276,9 +276,9 @@ class PausedCheck:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
         self.ended = threading.Event()
-        real = state_check.check
+        real = state_check.plan
 
-        def check(source: state_cursor.Source, *args: object, **more: object) -> object:
+        def plan(source: state_cursor.Source, *args: object, **more: object) -> object:
             self.begun.set()
             self.go.wait(20)
             try:
@@ -286,7 +286,7 @@ class PausedCheck:
             finally:
                 self.ended.set()
 
-        monkeypatch.setattr(state_check, "check", check)
+        monkeypatch.setattr(state_check, "plan", plan)
 
 
 async def test_take_state_file_exchanged_during_the_check_is_refused_and_removed(

@@ -1,0 +1,126 @@
+"""Looks at every byte of one state file, by pread, with as many threads as help.
+
+By pread, not by mapping: a page that somebody truncates away under a mapping is a SIGBUS, which no
+daemon survives. Populating a fresh mapping was no faster either: 3.3 ms for 23 MB on tmpfs, as the
+copy of pread (measured, 4 KiB pages).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from onebitd.core import state_check
+from onebitd.core.errors import StateFileError
+from onebitd.core.state_data import CHUNK_BYTES, Baseline, Piece
+from onebitd.core.state_layout import Layout
+
+_MAX_THREADS: Final = 4
+_BYTES_FOR_A_THREAD: Final = 2 << 20
+"""Starting a thread costs as much as looking at some 0.5 MB; below this it is not worth it."""
+
+
+class OpenFile:
+    """An open state file, which `check` reads in some other thread.
+
+    That thread takes the descriptor and closes it; a cancel may keep the thread from starting.
+
+    Args:
+        descriptor: of the file; it is the taker's to close.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._size = os.fstat(descriptor).st_size
+        self._untaken = [descriptor]  # list.pop is atomic: one of the two gets it
+        self._left: deque[Piece] = deque()
+        self._unwanted = False
+
+    def take(self) -> int | None:
+        """Return the descriptor, which is the taker's to close; None when it was taken before."""
+        with contextlib.suppress(IndexError):
+            return self._untaken.pop()
+        return None
+
+    def give_up(self) -> None:
+        """Nobody waits for `check` any more: close the file, or have it end soon."""
+        descriptor = self.take()
+        if descriptor is not None:
+            os.close(descriptor)
+        self._unwanted = True
+        self._left.clear()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: slice) -> bytes:
+        start, stop, _ = index.indices(self._size)
+        return os.pread(self._descriptor, max(0, stop - start), start)
+
+    def check(
+        self,
+        layout: Layout,
+        tokens: Sequence[int],
+        swa_window: int | None,
+        baseline: Baseline | None,
+    ) -> None:
+        """Do what `state_check.check` does; blocks for as long as the reading takes.
+
+        Raises:
+            StateFileError: the refusal that comes first in the file.
+            OSError: it cannot be read.
+        """
+        descriptor = self.take()
+        if descriptor is None:
+            return  # a cancel came first; nobody looks at this answer
+        try:
+            plan = state_check.plan(self, layout, tokens, swa_window=swa_window, baseline=baseline)
+            self._judge_all(plan)
+        finally:
+            os.close(descriptor)
+
+    def _judge_all(self, plan: state_check.Plan) -> None:
+        left = self._left = deque(plan.pieces)
+        if self._unwanted:
+            return
+        refusals: list[tuple[int, Exception]] = []
+
+        def work() -> None:
+            buffer = memoryview(bytearray(CHUNK_BYTES))
+            while True:
+                try:
+                    piece = left.popleft()  # atomic, and in file order
+                except IndexError:
+                    return
+                try:
+                    self._judge(plan, piece, buffer[: piece.n_bytes])
+                except (StateFileError, OSError, MemoryError) as error:
+                    refusals.append((piece.offset, error))
+                    left.clear()  # what comes before it in the file is in somebody's hands
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(_helpers(self._size))]
+        started = []
+        with contextlib.suppress(RuntimeError):  # no more threads to be had: fewer will do
+            for thread in threads:
+                thread.start()
+                started.append(thread)
+        work()
+        for thread in started:
+            thread.join()
+        if refusals:
+            raise min(refusals, key=lambda refusal: refusal[0])[1]
+
+    def _judge(self, plan: state_check.Plan, piece: Piece, buffer: memoryview) -> None:
+        if os.preadv(self._descriptor, [buffer], piece.offset) != piece.n_bytes:
+            raise StateFileError("the file became shorter while it was checked")
+        plan.judge(piece, buffer)
+
+
+def _helpers(n_bytes: int) -> int:
+    """Return how many threads to start beside the one that asks."""
+    wanted = min(_MAX_THREADS, len(os.sched_getaffinity(0)), n_bytes // _BYTES_FOR_A_THREAD)
+    return max(0, wanted - 1)
