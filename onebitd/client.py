@@ -100,6 +100,10 @@ class ControlClient:
         client = ControlClient(self._path, timeout_s=max(self._timeout_s, RELOAD_TIMEOUT_S))
         return client._object("/v1/reload", "POST")
 
+    def reset_provider(self) -> dict[str, Any]:
+        """Clear what audits found; return `{"strikes", "breaker"}` as they were before."""
+        return self._object("/v1/provider/reset", "POST")
+
     def handoffs(
         self, limit: int, *, outcome: str | None = None, since: str | None = None
     ) -> list[dict[str, Any]]:

@@ -156,8 +156,9 @@ class RunningDaemon:
         return descendants(self.process.pid)
 
     def slot_files(self) -> list[str]:
-        """Return the names in the slot directory."""
-        return sorted(path.name for path in (self.runtime / "slots").iterdir())
+        """Return the names in the slot directory, but for the decoder's example, which stays."""
+        names = [path.name for path in (self.runtime / "slots").iterdir()]
+        return sorted(name for name in names if name != "example.state")
 
     def open_files(self) -> list[str]:
         """Return what the daemon's descriptors point at, sorted."""

@@ -80,6 +80,10 @@ class HandoffConfig:
     min_tokens: int
     share: bool
     state_dir: str | None
+    keep_bad_states: int
+    audit: float
+    audit_tolerance: float
+    audit_strikes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -349,6 +353,44 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         PurePath,
         None,
         "directory of state files; the runtime directory when not set; tmpfs wanted",
+    ),
+    Setting(
+        "handoff.keep_bad_states",
+        int,
+        0,
+        "so many refused state files are kept for looking into",
+        unit="files",
+        minimum=0,
+        maximum=100,
+        reload=True,
+    ),
+    Setting(
+        "handoff.audit",
+        float,
+        0.0,
+        "share of the handoffs that the decoder recomputes while it is idle, and compares",
+        minimum=0,
+        maximum=1,
+        reload=True,
+    ),
+    Setting(
+        "handoff.audit_tolerance",
+        float,
+        0.05,
+        "largest relative error of a row of the cache that an audit passes",
+        minimum=0,
+        maximum=1000,
+        reload=True,
+    ),
+    Setting(
+        "handoff.audit_strikes",
+        int,
+        3,
+        "so many audits that found drift take the provider out of service",
+        unit="audits",
+        minimum=1,
+        maximum=1_000_000,
+        reload=True,
     ),
     Setting(
         "lock.path",

@@ -1,4 +1,4 @@
-"""What the control socket says: `/v1/status` and `/v1/reload`, used by server and client alike.
+"""What the control socket says: `/v1/status`, `/v1/reload`, `/v1/provider/reset`; for both ends.
 
 The daemon fills the dataclasses and sends `to_json`; `onebitctl` reads plain mappings, so that it
 also understands a daemon of another version. Fields that do not apply are null.
@@ -10,8 +10,11 @@ import dataclasses
 import datetime as dt
 from typing import Any, Final
 
-STATES: Final = ("loading", "ready", "restarting", "draining", "failed")
-"""The daemon's own state, the first word of `onebitctl status`."""
+from onebitd.core.audit import LastAudit
+
+STATES: Final = ("loading", "ready", "degraded", "restarting", "draining", "failed")
+"""The daemon's own state, the first word of `onebitctl status`. Degraded: ready, and an audit has
+found drift since the last reset of the provider."""
 
 
 def rfc3339(moment: dt.datetime) -> str:
@@ -69,8 +72,9 @@ class BackendStatus:
 class ProviderStatus:
     """The prefill provider; `state` is `none`, `idle`, `running` or `stuck`.
 
-    `breaker` is `closed`: every failure is tried again with the next prompt. `shared` is the shared
-    route: `off`, `on`, `not supported by this decoder` or `paused, ...`.
+    `breaker` is `open` while audits keep it out of service, else `closed`: every failure is tried
+    again with the next prompt. `shared` is the shared route: `off`, `on`, `not supported by this
+    decoder` or `paused, ...`.
     """
 
     program: str | None
@@ -130,6 +134,20 @@ class HandoffCounts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AuditStatus:
+    """Handoffs that the decoder recomputed, since the start; `strikes` since the last reset.
+
+    `given_up` counts those that were chosen and could not be audited.
+    """
+
+    audited: int = 0
+    drifted: int = 0
+    given_up: int = 0
+    strikes: int = 0
+    last: LastAudit | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Status:
     """The whole of `/v1/status`; `service_manager`: it runs under one, which has its log."""
 
@@ -148,9 +166,22 @@ class Status:
     queue: QueueStatus
     handoffs: HandoffCounts
     service_manager: bool = False
+    audit: AuditStatus = dataclasses.field(default_factory=AuditStatus)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts and lists, in the order of the declaration."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProviderReset:
+    """What `POST /v1/provider/reset` cleared: strikes, and the breaker as it was before."""
+
+    strikes: int
+    breaker: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dict, in the order of the declaration."""
         return dataclasses.asdict(self)
 
 

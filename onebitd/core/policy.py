@@ -37,6 +37,7 @@ class Knowledge:
         device: `backend.device`; `cpu` and `hrx` never call a provider.
         unsupported: why this decoder's state cannot be handed over, None when it can.
         min_tokens: shorter prompts are not handed off.
+        out_of_service: why the provider is not to be called, None when it may be.
     """
 
     policy: Policy
@@ -44,6 +45,7 @@ class Knowledge:
     device: str
     unsupported: str | None
     min_tokens: int
+    out_of_service: str | None = None
 
 
 def plan_without_prompt(known: Knowledge) -> Skip | None:
@@ -56,6 +58,8 @@ def plan_without_prompt(known: Knowledge) -> Skip | None:
         return Skip(Reason.POLICY, "the policy is never")
     if known.unsupported is not None:
         return Skip(Reason.UNSUPPORTED_MODEL, known.unsupported)
+    if known.out_of_service is not None:
+        return Skip(Reason.BREAKER_OPEN, known.out_of_service)
     return None
 
 

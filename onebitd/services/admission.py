@@ -1,8 +1,16 @@
-"""The queue for the one slot: first come, first served, bounded, refused at once when full."""
+"""The queue for the one slot: first come, first served, bounded, refused at once when full.
+
+While nobody is in it, the slot may be lent to work that no client waits for. Such a loan takes no
+place in the line: nobody is counted, or refused, because of it, and whoever comes has the slot as
+soon as the borrower sees that it is wanted.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
+from collections.abc import Iterator
 from typing import Final
 
 import trio
@@ -40,7 +48,9 @@ class Ticket:
             here = admission.place_of(self)
             if admission.is_closed and here > 0 and not admission.keeps_waiting:
                 raise _draining()
-            if here < place:
+            if here < place and not (place == 1 and admission.loan is not None):
+                if place == 1:
+                    admission.last_holder = self
                 return
             moved = self._moved
             await moved.wait()
@@ -55,12 +65,31 @@ class Ticket:
         self._moved = trio.Event()
 
 
+class Loan:
+    """The slot in the hands of work that can stop between any two steps."""
+
+    def __init__(self, admission: Admission, request_id: str) -> None:
+        self._admission = admission
+        self.request_id = request_id
+        self.entered = time.monotonic()
+
+    @property
+    def is_wanted(self) -> bool:
+        """True as soon as a request is in the line, or there will be none: give the slot back."""
+        return self._admission.holder is not None or self._admission.is_closed
+
+
 class Admission:
     """The line.
 
     Args:
         max_pending: how many may wait behind the one that has the slot; may be set at any time,
             and turns away newcomers only.
+
+    Attributes:
+        loan: who has borrowed the slot.
+        last_holder: the last request whose slot it was; None once it was lent since.
+        idle_since: since when nobody is in the line (time.monotonic); of no use while somebody is.
     """
 
     def __init__(self, max_pending: int) -> None:
@@ -68,6 +97,9 @@ class Admission:
         self._line: list[Ticket] = []
         self.is_closed = False
         self.keeps_waiting = False
+        self.loan: Loan | None = None
+        self.last_holder: Ticket | None = None
+        self.idle_since = -math.inf
         self._empty = trio.Event()
         self._empty.set()
 
@@ -114,7 +146,26 @@ class Admission:
             for other in self._line:
                 other.notice()
             if not self._line:
+                self.idle_since = time.monotonic()
                 self._empty.set()
+
+    @contextlib.contextmanager
+    def lend(self, request_id: str) -> Iterator[Loan | None]:
+        """Lend the slot for the block; yields None when there is nothing to lend.
+
+        Args:
+            request_id: whose it is, for `status`.
+        """
+        if self.holder is not None or self.is_closed or self.loan is not None:
+            yield None
+            return
+        self.loan = Loan(self, request_id)
+        try:
+            yield self.loan
+        finally:
+            self.loan, self.last_holder = None, None
+            for ticket in self._line:
+                ticket.notice()
 
     def close(self, *, keep_waiting: bool = False) -> None:
         """Admit nobody any more; the holder goes on.

@@ -8,20 +8,24 @@ error that says it).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 import structlog
 import trio
 
+from onebitd.adapters.bad_states import BadStates
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.llama_server import Headers, Reply
 from onebitd.adapters.process import Guard
 from onebitd.adapters.slot_files import SlotFiles
-from onebitd.core import policy, request, sse
+from onebitd.core import paths, policy, request, sse
 from onebitd.core.config import Config, Policy
 from onebitd.core.control_api import rfc3339
 from onebitd.core.errors import (
@@ -33,7 +37,9 @@ from onebitd.core.errors import (
     RequestError,
 )
 from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route, outcome_of_reply
+from onebitd.core.state_layout import Layout
 from onebitd.services.admission import Admission, Ticket
+from onebitd.services.audit import Audits
 from onebitd.services.history import History
 from onebitd.services.provider_runs import ProviderRuns, ProviderState, timed
 from onebitd.services.share_route import ShareRoute
@@ -81,10 +87,14 @@ class Handoffs:
         self.admission = admission
         self.slots = slots
         self.history = history
+        state = Path(paths.state_dir(config.instance, environ, os.geteuid()))
+        self.bad_states = BadStates(state / "bad-states", slots)
         self.runs = ProviderRuns(
-            config, slots, lock, guard, environ, supervisor.swa_window, supervisor.program
+            *(config, slots, lock, guard, environ, supervisor.swa_window, supervisor.program),
+            self.bad_states,
         )
         self.shares = ShareRoute(supervisor, self.runs, self.make_safe)
+        self.audits = Audits(config, supervisor, admission, slots, self.make_safe)
 
     def reconfigure(self, config: Config, lock: DeviceLock | None) -> None:
         """Take over a new configuration; exchanges that have begun keep theirs.
@@ -93,6 +103,7 @@ class Handoffs:
         """
         self.config = config
         self.runs.reconfigure(config, lock)
+        self.audits.reconfigure(config)
 
     @property
     def provider_state(self) -> ProviderState:
@@ -140,6 +151,15 @@ class Handoffs:
                 self.supervisor.kill(f"its slot could not be erased after {why}: {error}")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Evidence:
+    """What an audit needs of a handoff; `name` is its state file, None on the shared route."""
+
+    tokens: list[int]
+    layout: Layout
+    name: str | None
+
+
 class Exchange:
     """One request on the handoff route; it keeps the settings that it begins with.
 
@@ -176,6 +196,7 @@ class Exchange:
         self._tries = 0
         self._strict_detail: str | None = None
         self._broken_off: BackendError | None = None
+        self._evidence: _Evidence | None = None
         self.watch: sse.ReplyWatch | None = None
         self.record = HandoffRecord(
             request_id=request_id,
@@ -198,6 +219,7 @@ class Exchange:
     ) -> None:
         self.free_slot()
         self._conclude(error)
+        self._pass_evidence_on()
         record = self.record
         good = record.outcome in (Outcome.USED, Outcome.SKIPPED, Outcome.CANCELLED)
         write = log.info if good else log.warning
@@ -227,6 +249,8 @@ class Exchange:
             self._raise_if_strict(skip.reason, skip.detail)
         with self._waiting("queue_ms", ticket):
             await ticket.wait_slot()
+        if self._handed is None:
+            await self._handoffs.audits.put_slot_back()
         ticket.phase = "decode"
         self._forwarded = (method, target, headers, body)
         return await self._forward()
@@ -262,6 +286,7 @@ class Exchange:
             device=config.backend.device,
             unsupported=facts.unsupported,
             min_tokens=config.handoff.min_tokens,
+            out_of_service=self._handoffs.audits.out_of_service,
         )
         self._skip = policy.plan_without_prompt(known)
         if self._skip is not None:
@@ -329,6 +354,10 @@ class Exchange:
             facts = await self._handoffs.supervisor.wait_ready()
             why_not = await shares.hand_over(facts, tokens, self.record, ticket, self._config)
         if why_not is None:
+            audits, layout = self._handoffs.audits, facts.layout
+            audits.forget_slot()
+            if layout is not None and audits.wants(in_slot=True, layout=layout):
+                self._evidence = _Evidence(tokens, layout, None)
             self._handed = self.record.handed_tokens = len(tokens)
             self._generation = facts.generation
             return True
@@ -346,7 +375,10 @@ class Exchange:
         assert layout is not None  # noqa: S101 - plan() skips a decoder without one
         with self._waiting("queue_ms", ticket):
             await ticket.wait_may_prefill()
-        name, size = await handoffs.runs.prefill(tokens, layout, self.record, ticket, self._config)
+        handoffs.audits.make_room(layout.bytes_for(len(tokens)))
+        name, size = await handoffs.runs.prefill(
+            tokens, layout, self.record, ticket, self._config, facts.baseline
+        )
         self.record.state_bytes = size
         try:
             with self._waiting("queue_ms", ticket):
@@ -358,8 +390,22 @@ class Exchange:
                 )
             ticket.phase = "restore"
             await self._restore(facts, name, size, len(tokens))
+            if handoffs.audits.wants(in_slot=False, layout=layout):
+                self._evidence = _Evidence(tokens, layout, name)
+        except HandoffError as error:
+            if error.reason in (Reason.RESTORE_REFUSED, Reason.RESTORE_SHORT):
+                handoffs.bad_states.take(
+                    handoffs.slots.path / name,
+                    tokens,
+                    str(error),
+                    self.record.request_id,
+                    self._config.handoff.keep_bad_states,
+                )
+            raise
         finally:
-            handoffs.slots.remove(name)
+            if self._evidence is None:
+                handoffs.slots.remove(name)
+        handoffs.audits.forget_slot()
         self._handed = self.record.handed_tokens = len(tokens)
         self._generation = facts.generation
 
@@ -470,6 +516,22 @@ class Exchange:
     def note_broken_off(self, error: BackendError) -> None:
         """The decoder broke off in the middle of the reply; the client has seen that."""
         self._broken_off = error
+
+    def _pass_evidence_on(self) -> None:
+        """Only what was really decoded from is worth an audit."""
+        audits, evidence, record = self._handoffs.audits, self._evidence, self.record
+        if evidence is None:
+            return
+        if record.outcome is Outcome.USED:
+            audits.keep(
+                record.request_id,
+                evidence.tokens,
+                evidence.layout,
+                name=evidence.name,
+                holder=self._ticket,
+            )
+        elif evidence.name is not None:
+            self._handoffs.slots.remove(evidence.name)
 
     def reply_headers(self) -> list[tuple[bytes, bytes]]:
         """Return what onebitd adds to the reply's head: identity, way, reason, timings."""

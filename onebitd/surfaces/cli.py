@@ -21,7 +21,7 @@ from onebitd.core import paths
 from onebitd.core.errors import OnebitError
 from onebitd.core.handoff import Outcome
 from onebitd.surfaces import cli_pages as pages
-from onebitd.surfaces import cli_status, cli_text, cli_units
+from onebitd.surfaces import cli_provider, cli_state, cli_status, cli_text, cli_units
 
 MAX_RECORDS: Final = 1000
 LISTED_RECORDS: Final = 20
@@ -108,6 +108,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     lock.set_defaults(run=run_lock)
 
+    cli_provider.register(commands, where)
+    cli_state.register(commands)
     cli_units.register(commands, _instance_parser(argparse.SUPPRESS))
     return parser
 

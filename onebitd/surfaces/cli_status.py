@@ -27,6 +27,7 @@ MANY_FAILURES: Final = 3
 
 _LABEL_COLUMNS: Final = 10
 _STATE_PAINTS: Final = {"ready": "green", "failed": "red"}
+_SERVING: Final = ("ready", "degraded")
 
 _ADVICE: Final = {
     "lock_busy": "wait for the program that `onebitctl lock` names, or raise lock.wait_s",
@@ -67,7 +68,14 @@ def status_page(status: Mapping[str, Any], now: dt.datetime, *, colour: bool) ->
 
 def find_problems(status: Mapping[str, Any], now: dt.datetime) -> list[str]:
     """Return a sentence for each thing that is wrong, with what to do; empty when all is well."""
-    checks = (_state_problem, _exit_problem, _provider_problem, _lock_problem, _failure_problem)
+    checks = (
+        _state_problem,
+        _exit_problem,
+        _provider_problem,
+        _audit_problem,
+        _lock_problem,
+        _failure_problem,
+    )
     return [clean(problem) for check in checks if (problem := check(status, now)) is not None]
 
 
@@ -98,6 +106,7 @@ def _rows(status: Mapping[str, Any], now: dt.datetime) -> list[tuple[str, list[s
         ("slot", _slot_values(part_of(status, "slot"))),
         ("queue", _queue_values(part_of(status, "queue"))),
         *_counter_rows(part_of(status, "handoffs")),
+        *_audit_rows(part_of(status, "audit"), now),
     ]
     failure = part_of(part_of(status, "provider"), "last_error")
     if failure:
@@ -190,6 +199,26 @@ def _counter_rows(handoffs: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     return rows
 
 
+def _audit_rows(audit: Mapping[str, Any], now: dt.datetime) -> list[tuple[str, list[str]]]:
+    if not (audit.get("audited") or audit.get("given_up") or audit.get("strikes")):
+        return []
+    text = f"{audit.get('audited', '?')} audited, {audit.get('drifted', '?')} drifted"
+    if audit.get("given_up"):
+        text += f", {audit['given_up']} given up"
+    if audit.get("strikes"):
+        text += f", strikes {audit['strikes']}"
+    last = part_of(audit, "last")
+    if not last:
+        return [("audits", [text])]
+    found = "fine" if last.get("ok") else "drift"
+    error = last.get("error")
+    shown = f"{error:.2g}" if isinstance(error, float) else "?"
+    where = f"layer {last.get('layer', '?')} {last.get('part', '?')}"
+    return [
+        ("audits", [text, f"last {ago(last.get('time'), now)}: {found}, error {shown} in {where}"])
+    ]
+
+
 def _state_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
     last_exit = part_of(part_of(status, "backend"), "last_exit")
     why = status.get("state_detail") or last_exit.get("reason")
@@ -210,7 +239,7 @@ def _state_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
 def _exit_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
     last_exit = part_of(part_of(status, "backend"), "last_exit")
     moment = moment_of(last_exit.get("time"))
-    if status.get("state") != "ready" or moment is None:
+    if status.get("state") not in _SERVING or moment is None:
         return None
     if (now - moment).total_seconds() > RECENT_EXIT_S:
         return None
@@ -229,8 +258,24 @@ def _provider_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None
             " gone. It hangs in the kernel: look at dmesg, the device may need a reset."
         )
     if provider.get("breaker") not in (None, "closed"):
-        return f"The prefill provider is not called for now: its breaker is {provider['breaker']}."
+        return (
+            f"The prefill provider is not called for now: its breaker is {provider['breaker']}."
+            " Check it with `onebitctl provider check`, then put it back into service with"
+            " `onebitctl provider reset`."
+        )
     return None
+
+
+def _audit_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
+    strikes = part_of(status, "audit").get("strikes") or 0
+    if not strikes:
+        return None
+    what = "An audit has" if strikes == 1 else f"{strikes} audits have"
+    return (
+        f"{what} found a prompt's cache that differs from the decoder's own; replies may have been"
+        f" wrong. Each is in the log: {_log_of(status)}. When the cause is found,"
+        " `onebitctl provider reset` clears this."
+    )
 
 
 def _lock_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:

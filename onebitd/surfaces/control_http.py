@@ -1,6 +1,7 @@
 """The control API: HTTP/1.1 over the control socket, JSON.
 
-`GET /v1/status`, `GET /v1/handoffs`, `GET /v1/config`, `POST /v1/reload`. Errors have the shape
+`GET /v1/status`, `GET /v1/handoffs`, `GET /v1/config`, `POST /v1/reload`,
+`POST /v1/provider/reset`. Errors have the shape
 `{"error": {"message", "type", "code"}}`; a refused reload adds `problems`, a list of lines.
 """
 
@@ -17,7 +18,7 @@ from quart.wrappers.response import ResponseBody
 from quart_trio import QuartTrio
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound
 
-from onebitd.core.control_api import ReloadAnswer, Status
+from onebitd.core.control_api import ProviderReset, ReloadAnswer, Status
 from onebitd.core.errors import ConfigError, RequestError
 from onebitd.core.handoff import Outcome
 from onebitd.services.history import Follower, History, parse_time
@@ -46,15 +47,19 @@ class ControlView(Protocol):
 
 
 Reload = Callable[[], Awaitable[ReloadAnswer]]
+ResetProvider = Callable[[], ProviderReset]
 
 
-def create_control_app(view: ControlView, reload: Reload) -> QuartTrio:
+def create_control_app(
+    view: ControlView, reload: Reload, reset_provider: ResetProvider
+) -> QuartTrio:
     """Build the ASGI application of the control socket.
 
     Args:
         view: what it shows; nothing there waits.
         reload: reads the configuration again; raises ConfigError for a bad one and RequestError
             when it is not the time. It goes on when its client leaves.
+        reset_provider: clears what audits hold against the provider, at once.
 
     A client that follows ends when it leaves, when `view.history.close()` is called, or when the
     server's task is cancelled; it holds no task of its own.
@@ -78,6 +83,10 @@ def create_control_app(view: ControlView, reload: Reload) -> QuartTrio:
     @app.post("/v1/reload")
     async def do_reload() -> Response:
         return jsonify((await reload()).to_json())
+
+    @app.post("/v1/provider/reset")
+    async def do_reset_provider() -> Response:
+        return jsonify(reset_provider().to_json())
 
     @app.get("/v1/handoffs")
     async def handoffs() -> Response:
@@ -215,7 +224,7 @@ def _render_error(error: HTTPException) -> Response:
     if isinstance(error, NotFound):
         message = (
             f"no such endpoint: {request.path}; this onebitd has GET /v1/status,"
-            " GET /v1/handoffs, GET /v1/config and POST /v1/reload"
+            " GET /v1/handoffs, GET /v1/config, POST /v1/reload and POST /v1/provider/reset"
         )
     elif isinstance(error, MethodNotAllowed):
         wanted = "POST" if "POST" in (error.valid_methods or ()) else "GET"

@@ -1,7 +1,7 @@
 """`onebitd`: builds the objects, opens the nursery tree, starts and stops things in order.
 
-Start: instance lock, listeners, decoder, READY=1. Stop: reloads, a passed public socket, admission,
-STOPPING=1, drain, HTTP, decoder and providers, device lock, control socket.
+Start: instance lock, listeners, decoder, READY=1. Stop: reloads, audits, a passed public socket,
+admission, STOPPING=1, drain, HTTP, decoder and providers, device lock, control socket.
 """
 
 from __future__ import annotations
@@ -287,11 +287,14 @@ class Daemon:
         app = self._app = PublicApp(
             self._handoffs, self._config.http, self._keys, lambda: self._view.draining
         )
-        control_app: Any = create_control_app(self._view, self._reloads.reload)
+        audits = self._handoffs.audits
+        audits.on_change = self._tell_manager
+        control_app: Any = create_control_app(self._view, self._reloads.reload, audits.reset)
         public_server = HttpServer(app, self._listening.public)
         public = _Service(public_server.run)
         control = _Service(HttpServer(control_app, self._listening.control).run)
         handoffs = _Service(self._handoffs.runs.run)
+        auditing = _Service(audits.run)
         decoder = _Service(self._run_decoder)
         reloads = _Service(self._reloads.run)
         async with trio.open_nursery() as nursery:
@@ -301,10 +304,12 @@ class Daemon:
             await control.start(nursery)
             await public.start(nursery)
             handoffs.start_soon(nursery)
+            auditing.start_soon(nursery)
             self._announce()
             decoder.start_soon(nursery)
             await self._stop_asked.wait()
             await reloads.stop()
+            await auditing.stop()
             if self._listening.public_is_passed:
                 # Whoever comes now waits in the socket's backlog for the next onebitd.
                 public_server.stop_accepting()

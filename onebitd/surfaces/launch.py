@@ -56,7 +56,14 @@ def plan_launch(config: Config, runtime: Path, environ: Mapping[str, str]) -> La
         sliding_window=bool(header.sliding_window),
         extra=backend.args,
     )
-    return Launch(argv, env, socket_path, devices, header.sliding_window or None)
+    return Launch(
+        argv,
+        env,
+        socket_path,
+        devices,
+        swa_window=header.sliding_window or None,
+        head_dim=header.head_dim,
+    )
 
 
 def _read_header(model: str) -> gguf_header.GgufHeader:

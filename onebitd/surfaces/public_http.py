@@ -205,6 +205,7 @@ class PublicApp:
         try:
             await self._handoffs.supervisor.wait_ready_for_client()
             await ticket.wait_slot()
+            await self._handoffs.audits.put_slot_back()
             ticket.phase = "decode"
             await self._pass(client, headers, body, on_end=ticket.leave)
         finally:

@@ -73,8 +73,9 @@ class StatusView:
         state, detail = self.state()
         if state == "draining" and self._admission.holder is None:
             return "stopping"
-        if state == "ready":
-            return f"ready on {', '.join(self._listen)}"
+        if state in ("ready", "degraded"):
+            where = f"ready on {', '.join(self._listen)}"
+            return where if detail is None else f"degraded, {detail}; {where}"
         last_exit = self._supervisor.last_exit
         if state == "restarting" and last_exit is not None:
             return f"restarting the decoder: {last_exit.brief}"
@@ -94,7 +95,8 @@ class StatusView:
             replies = self._admission.pending + (self._admission.holder is not None)
             return "draining", f"{replies} {'reply' if replies == 1 else 'replies'}"
         if supervisor.state is BackendState.READY:
-            return "ready", None
+            warning = self._handoffs.audits.warning
+            return "ready" if warning is None else "degraded", warning
         if why is not None:
             return "restarting", why
         return "loading", f"{since_s:.0f} s"
@@ -140,13 +142,14 @@ class StatusView:
             queue=QueueStatus(self._admission.pending, self._admission.max_pending),
             handoffs=self.history.counts(),
             service_manager=self._service_manager,
+            audit=self._handoffs.audits.status(),
         )
 
     def _provider_status(self) -> ProviderStatus:
         return ProviderStatus(
             program=self._config.provider.program,
             state=self._handoffs.provider_state,
-            breaker="closed",
+            breaker="closed" if self._handoffs.audits.out_of_service is None else "open",
             consecutive_failures=self.history.consecutive_failures,
             last_error=self.history.last_failure,
             shared=self._handoffs.shares.state(self._config),
@@ -166,7 +169,12 @@ class StatusView:
         )
 
     def _slot_status(self) -> SlotStatus:
-        holder = self._admission.holder
+        holder, loan = self._admission.holder, self._admission.loan
+        if loan is not None:
+            age_s = round(time.monotonic() - loan.entered, 3)
+            return SlotStatus(
+                busy=True, phase="audit", request_id=loan.request_id or None, age_s=age_s
+            )
         if holder is None:
             return SlotStatus(busy=False, phase=None, request_id=None, age_s=None)
         return SlotStatus(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench import routes
+from tests.bench import audits, check, routes
 from tests.bench.measure import Streamed, median, stream, table
 from tests.harness import RunningDaemon, running_onebitd
 from tests.llama_builds import (
@@ -27,7 +27,9 @@ from tests.llama_builds import (
 )
 
 COMPLETIONS = "/v1/completions"
-BENCH_PARTS = ("handoff", "streaming", "shared")
+BENCH_PARTS = ("handoff", "streaming", "shared", "check")
+SOAK_PARTS = ("audit",)
+"""Only when asked for: hours, not minutes."""
 PARTS = ("queue", "template", "tokenize", "lock", "provider_wall", "check", "restore")
 CONTEXT = 4096
 DECODER = ("-c", str(CONTEXT), "-t", "1", *CPU_ONLY)
@@ -190,8 +192,9 @@ def say(text: str) -> None:
 
 
 def _part(word: str) -> str:
-    if word not in BENCH_PARTS:
-        raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(BENCH_PARTS)}")
+    if word not in (*BENCH_PARTS, *SOAK_PARTS):
+        known = ", ".join((*BENCH_PARTS, *SOAK_PARTS))
+        raise argparse.ArgumentTypeError(f"{word!r} is none of {known}")
     return word
 
 
@@ -204,11 +207,20 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         type=_part,  # with choices=, argparse refuses to be given none
         default=BENCH_PARTS,
         metavar="PART",
-        help=f"what to measure: {', '.join(BENCH_PARTS)}; without any, all of it",
+        help=f"what to measure: {', '.join(BENCH_PARTS)}; without any, all of it;"
+        f" {', '.join(SOAK_PARTS)} only by name",
     )
     parser.add_argument("--rounds", type=int, default=3, help="repeats of each figure")
     parser.add_argument("--lengths", type=int, nargs="+", default=[300, 1000, 3500])
     parser.add_argument("--stream-tokens", type=int, default=128)
+    parser.add_argument("--handoffs", type=int, default=300, help="of the audit soak")
+    parser.add_argument(
+        "--provider",
+        choices=list(audits.PROVIDERS),
+        help="of the audit soak; without it, all",
+    )
+    parser.add_argument("--spoil", default="honest", help="of the audit soak: what goes wrong")
+    parser.add_argument("--longest", type=int, default=200, help="of the audit soak, in words")
     return parser.parse_args(words)
 
 
@@ -218,7 +230,7 @@ def main() -> int:
     tmpfs = Path(tempfile.mkdtemp(prefix="onebitd-bench-", dir="/dev/shm"))
     say(f"medians of {args.rounds} rounds, milliseconds, state files in tmpfs")
     try:
-        against = [part for part in args.parts if part != "shared"]
+        against = [part for part in args.parts if part in ("handoff", "streaming")]
         if against:
             against_decoder(against, args, tmpfs)
         if "shared" in args.parts:
@@ -226,6 +238,15 @@ def main() -> int:
                 MODELS[0].path, DECODER, tmpfs, chat_of, args.lengths, args.rounds
             )
             say(routes.comparison_table(rows))
+        if "check" in args.parts:
+            say(check.check_table(MODELS[0].path, tmpfs, args.rounds))
+        if "audit" in args.parts:
+            names = [args.provider] if args.provider else list(audits.PROVIDERS)
+            soaked = [
+                audits.soak_row(name, DECODER, args.handoffs, args.spoil, args.longest)
+                for name in names
+            ]
+            say(audits.audit_table(soaked))
     finally:
         shutil.rmtree(tmpfs, ignore_errors=True)
     return 0

@@ -39,6 +39,7 @@ def test_plan_whatever_can_be_handed_off_is(policy: Policy, tokens: int) -> None
         ({"device": "cpu"}, 100, 4096, Reason.POLICY),
         ({"device": "hrx"}, 100, 4096, Reason.POLICY),
         ({"unsupported": "why"}, 100, 4096, Reason.UNSUPPORTED_MODEL),
+        ({"out_of_service": "3 audits found drift"}, 100, 4096, Reason.BREAKER_OPEN),
         ({}, 1, 4096, Reason.TOO_SHORT),
         ({}, 0, 4096, Reason.TOO_SHORT),
         ({"min_tokens": 101}, 100, 4096, Reason.TOO_SHORT),

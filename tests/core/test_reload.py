@@ -23,6 +23,7 @@ OTHER: dict[str, Any] = {
     "handoff.policy": "never",
     "handoff.on_failure": "error",
     "handoff.state_dir": "/states",
+    "handoff.audit": 0.5,
     "lock.path": "/lock",
     "lock.hold": "lifetime",
     "log.format": "json",

@@ -153,12 +153,17 @@ class Route:
         """Return the human text of a reply's handoff."""
         return str(self.log_lines(reply.headers["x-request-id"])[0]["line"])
 
+    @property
+    def example(self) -> Path:
+        """The state file of the decoder's own that is there while it runs."""
+        return self.slots_dir / "example.state"
+
     def left_over(self) -> dict[str, Any]:
         """Return what a request could have left behind."""
         status = self.daemon.status()
         kinds = Counter(name.split(":")[0] for name in self.daemon.open_files())
         return {
-            "files": sorted(path.name for path in self.slots_dir.iterdir()),
+            "files": sorted(path.name for path in self.slots_dir.iterdir() if path != self.example),
             "processes": len(self.daemon.children()),
             "descriptors": kinds,
             "slot": status["slot"]["busy"],

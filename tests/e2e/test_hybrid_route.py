@@ -551,6 +551,6 @@ def test_state_directory_without_space_makes_the_handoff_fall_back(tmp_path: Pat
             assert record["outcome"] == "used"
             (run,) = route.runs()
             assert (run["lock_held"], run["no_device_lock"]) == (True, "1")
-            assert list((small / "test").iterdir()) == []
+            assert list((small / "test").iterdir()) == [route.example]
     finally:
         subprocess.run(["umount", str(small)], check=True)

@@ -76,8 +76,12 @@ class Watch:
                 self._names |= {entry.name for entry in path.iterdir()}
 
     def names(self) -> set[str]:
-        """Return the names of the files and directories so far, without the numbers in them."""
-        return {re.sub(r"-[0-9a-f]{16}$", "-", name) for name in set(self._names)}
+        """Return the names of the files and directories so far, without the numbers in them.
+
+        The decoder's example is left out: it is no prompt's.
+        """
+        names = set(self._names) - {"example.state"}
+        return {re.sub(r"-[0-9a-f]{16}$", "-", name) for name in names}
 
     def _take(self, data: bytes) -> None:
         at = 0

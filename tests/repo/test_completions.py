@@ -11,7 +11,7 @@ import pytest
 from onebitd.core.handoff import Outcome
 from onebitd.surfaces import cli, daemon_args
 from tests.llama_builds import ROOT, require_program
-from tests.repo.test_cli_docs import commands, options_of
+from tests.repo.test_cli_docs import commands, first_words, options_of
 
 COMPLETIONS = ROOT / "units" / "completions"
 HELPERS = (
@@ -75,8 +75,11 @@ def test_completion_file_is_bash_and_registers_itself(name: str) -> None:
 
 def test_onebitctl_completion_commands_are_those_of_the_parser() -> None:
     """All of them, and none that does not exist."""
-    assert set(completed("onebitctl", "")) == set(commands())
-    assert completed("onebitctl", "sta") == ["status"]
+    assert set(completed("onebitctl", "")) == first_words()
+    assert completed("onebitctl", "hand") == ["handoffs"]
+    for group in {name.split()[0] for name in commands() if " " in name}:
+        members = {name.split()[1] for name in commands() if name.startswith(f"{group} ")}
+        assert set(completed("onebitctl", group, "")) == members
 
 
 def test_onebitctl_completion_options_before_a_command_are_those_of_the_parser() -> None:
@@ -88,9 +91,10 @@ def test_onebitctl_completion_options_before_a_command_are_those_of_the_parser()
 def test_onebitctl_completion_options_of_a_command_are_those_of_its_parser(command: str) -> None:
     """Also behind options that stand before the command."""
     wanted = options_of(commands()[command])
-    assert set(completed("onebitctl", command, "-")) == wanted
-    assert set(completed("onebitctl", "-i", "lock", command, "-")) == wanted
-    assert set(completed("onebitctl", "--instance", "=", "lock", command, "-")) == wanted
+    words = command.split()
+    assert set(completed("onebitctl", *words, "-")) == wanted
+    assert set(completed("onebitctl", "-i", "lock", *words, "-")) == wanted
+    assert set(completed("onebitctl", "--instance", "=", "lock", *words, "-")) == wanted
 
 
 def test_onebitctl_completion_outcomes_are_those_of_the_code() -> None:

@@ -106,7 +106,7 @@ TYPE_WORDS = {
     str: "String",
     bool: "Boolean",
     int: "Whole number",
-    float: "Number of seconds",
+    float: "Number",
     list: "List of strings",
     dict: "Table of strings",
 }

@@ -16,6 +16,8 @@ from onebitd.adapters import provider_process, systemd
 from onebitd.core import errors
 from onebitd.core.config import NO_LOCK_VARIABLE, SETTINGS, Policy
 from onebitd.core.handoff import HandoffRecord, Outcome, Reason
+from onebitd.prefill_numpy import engine as numpy_engine
+from onebitd.prefill_numpy import program as numpy_program
 from onebitd.services import supervisor
 from onebitd.services.history import History
 from onebitd.surfaces import daemon_args
@@ -125,6 +127,22 @@ def test_provider_page_options_are_those_of_the_parser(
     assert flags(section(PROVIDER, "REFERENCE PROVIDER")) == provider_flags(capsys)
 
 
+def test_provider_page_worked_example_has_its_options_and_parts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every flag of onebit-prefill-numpy, and its files in the order of a run."""
+    with pytest.raises(SystemExit):
+        numpy_program.parse_options(["--help"], {})
+    heads = re.findall(r"^  (-.*?)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
+    ours = {word for head in heads for word in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", head)}
+    text = section(PROVIDER, "WORKED EXAMPLE")
+    assert flags(text) == ours
+    for name in re.findall(r"^\.Pq? ?Pa ([\w]+\.py)|^\.Pa ([\w]+\.py)", text, re.MULTILINE):
+        assert (PACKAGE / "prefill_numpy" / "".join(name)).is_file(), name
+    assert f"{numpy_engine.CHUNK} tokens at a time" in text
+    assert numpy_program.PROGRAM in text
+
+
 def test_provider_help_has_words_for_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     """A flag without a sentence leaves the reader alone, as --device did."""
     with pytest.raises(SystemExit):
@@ -222,7 +240,7 @@ def variables_read(path: Path) -> set[str]:
 
 def page_of(module: Path) -> Path:
     """Return the page of the program that a module belongs to."""
-    if module.name == "prefill_llama.py":
+    if module.name == "prefill_llama.py" or module.parent.name == "prefill_numpy":
         return PROVIDER
     of_client = module.stem == "client" or module.stem.partition("_")[0] == "cli"
     return CLIENT if of_client else DAEMON

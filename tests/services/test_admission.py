@@ -179,3 +179,50 @@ async def test_ticket_wait_cancelled_keeps_its_place_until_it_leaves() -> None:
     first.leave()
     await third.wait_slot()
     assert admission.holder is third
+
+
+async def test_admission_slot_is_lent_only_while_nobody_is_in_line(nursery: trio.Nursery) -> None:
+    """A request has it, it is lent already, or the line is closed: nothing to lend."""
+    admission = Admission(1)
+    ticket = admission.enter("a")
+    with admission.lend("x") as loan:
+        assert loan is None
+    ticket.leave()
+    with admission.lend("x") as loan, admission.lend("y") as second:
+        assert (loan is not None, second) == (True, None)
+    admission.close()
+    with admission.lend("x") as loan:
+        assert loan is None
+
+
+async def test_admission_request_that_comes_during_a_loan_has_the_slot_right_after_it(
+    nursery: trio.Nursery,
+) -> None:
+    """The borrower sees it; the request may prefill meanwhile, and gets the slot when it ends."""
+    line = Line(nursery)
+    with line.admission.lend("x") as loan:
+        assert loan is not None
+        wanted = [loan.is_wanted]
+        ticket = await line.enter("a")
+        wanted.append(loan.is_wanted)
+        assert wanted == [False, True]
+        assert await line.news() == {"a may prefill"}
+        assert line.admission.last_holder is None
+    assert await line.news() == {"a has the slot"}
+    assert line.admission.last_holder is ticket
+
+
+async def test_admission_loan_takes_no_place_in_the_line(nursery: trio.Nursery) -> None:
+    """As many may wait as without it, and the line counts as empty."""
+    line = Line(nursery, max_pending=1)
+    with line.admission.lend("x") as loan:
+        await line.admission.wait_empty()
+        assert place_names(line.admission) == (None, 0)
+        for name in "ab":
+            await line.enter(name)
+        with pytest.raises(RequestError) as caught:
+            line.admission.enter("c")
+        assert caught.value.reason is Reason.QUEUE_FULL
+        line.admission.close()
+        assert loan is not None
+        assert loan.is_wanted

@@ -165,7 +165,7 @@ class Rig:
     def nothing_is_left(self) -> bool:
         """Say whether slot, line, files and lock are as before."""
         return (
-            os.listdir(self.place.slots.path) == []
+            os.listdir(self.place.slots.path) == ["example.state"]
             and self.admission.holder is None
             and not self.lock.held
             and self.handoffs.provider_state in ("idle", "none")
@@ -378,6 +378,41 @@ async def test_exchange_provider_that_takes_too_long_falls_back_to_the_decoder(p
         asked = await rig.ask()
         assert (asked.status, asked.end) == (200, ("fallback", "provider_timeout"))
         assert "no result within 0.5 s (provider.timeout_s)" in asked.record["detail"]
+        assert rig.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("mode", "knob", "reason"),
+    [
+        ("nan", None, "bad_state"),
+        ("ok", "--restore-refuse", "restore_refused"),
+        ("ok", "--restore-short", "restore_short"),
+    ],
+)
+async def test_exchange_refused_state_is_kept_when_asked_for(
+    place: Home, mode: str, knob: str | None, reason: str
+) -> None:
+    """With its ids and the sentence of the record; and not what was never refused."""
+    async with rigged(place, handoff={"keep_bad_states": 1}) as rig:
+        kept = rig.handoffs.bad_states.directory = place.path / "bad-states"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.handoffs.bad_states.run)
+            assert (await rig.ask()).end == ("used", None)
+            assert not kept.exists()
+            rig.mode(mode)
+            if knob is not None:
+                place.turn(knob)
+            asked = await rig.ask()
+            assert asked.end == ("fallback", reason)
+            with trio.fail_after(20):
+                while not any(path.read_text() for path in kept.glob("*.txt")):
+                    await trio.sleep(0.002)
+            nursery.cancel_scope.cancel()
+        ids, state, text = sorted(kept.iterdir())
+        assert text.name.endswith("-r1.txt")
+        assert text.read_text() == f"{reason}: {asked.record['detail']}\n"
+        assert len(ids.read_text().split()) == asked.record["prompt_tokens"] - 1
+        assert state.read_bytes().startswith(b"qsgg")
         assert rig.nothing_is_left()
 
 

@@ -15,10 +15,12 @@ import structlog
 import trio
 import trio.testing
 
+from onebitd.core import state_file
 from onebitd.core.backend_state import BackendState
 from onebitd.core.errors import BackendFailed, RequestError
 from onebitd.core.handoff import Reason
 from onebitd.core.policy import erase_heals
+from onebitd.core.state_layout import Layout
 from onebitd.services import supervisor as module
 from onebitd.services.supervisor import BackendFacts, Supervisor
 from tests.harness import is_alive
@@ -36,6 +38,13 @@ def place() -> Iterator[Home]:
 def state_of(supervisor: Supervisor) -> BackendState:
     """Read the state out of the type checker's sight: it takes an attribute for a constant."""
     return supervisor.state
+
+
+def layout_of_example(place: Home) -> Layout:
+    """Return the layout of the state that providers are shown."""
+    path = place.slots.example()
+    assert path is not None
+    return state_file.parse(Path(path).read_bytes()).layout
 
 
 async def failure(supervisor: Supervisor) -> str:
@@ -68,7 +77,8 @@ async def test_supervisor_decoder_that_starts_becomes_ready_and_tells_its_layout
         assert rss > 1_000_000
         assert supervisor.devices == ["HRX0"]
         assert await supervisor.wait_ready(0.0) is facts
-        assert os.listdir(place.slots.path) == [], "the probe's state file is removed"
+        assert os.listdir(place.slots.path) == ["example.state"], "the probe's state file is kept"
+        assert layout_of_example(place) == facts.layout
         assert await facts.server.save("probe") == 0, "and its slot erased"
         place.slots.remove("probe")
     assert list(dict.fromkeys(states)) == [
@@ -79,6 +89,7 @@ async def test_supervisor_decoder_that_starts_becomes_ready_and_tells_its_layout
         BackendState.STOPPED,
     ]
     assert [supervisor.facts, supervisor.pid, supervisor.rss_bytes()] == [None] * 3
+    assert os.listdir(place.slots.path) == [], "the example goes with its decoder"
 
 
 async def test_supervisor_socket_of_an_earlier_decoder_is_in_nobodys_way(place: Home) -> None:
@@ -175,6 +186,7 @@ async def test_supervisor_decoder_without_slots_serves_but_takes_no_handoff(plac
         assert facts.layout is None
         assert facts.unsupported is not None
         assert "cannot save its slot" in facts.unsupported
+        assert place.slots.example() is None
 
 
 async def crash(supervisor: Supervisor) -> BackendFacts:

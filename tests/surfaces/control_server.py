@@ -14,11 +14,13 @@ import hypercorn.config
 import hypercorn.trio
 import trio
 from hypercorn.typing import ASGIFramework
+from quart_trio import QuartTrio
 
 from onebitd.core.control_api import (
     BackendStatus,
     LockStatus,
     ModelStatus,
+    ProviderReset,
     ProviderStatus,
     QueueStatus,
     ReloadAnswer,
@@ -27,6 +29,7 @@ from onebitd.core.control_api import (
 )
 from onebitd.core.handoff import HandoffRecord, Outcome
 from onebitd.services.history import History
+from onebitd.surfaces.control_http import create_control_app
 
 
 def make_status(**changes: Any) -> Status:
@@ -73,6 +76,7 @@ class FakeView:
         self.changes: dict[str, Any] = {}
         self.broken = False
         self.reloaded: ReloadAnswer | Exception = ReloadAnswer([], [], [])
+        self.resets = [ProviderReset(0, "closed")]
 
     def status(self) -> Status:
         """Return a healthy status with the test's changes, or fail."""
@@ -86,6 +90,10 @@ class FakeView:
             raise self.reloaded
         return self.reloaded
 
+    def reset_provider(self) -> ProviderReset:
+        """Answer what the test put there."""
+        return self.resets[-1]
+
     def config(self) -> dict[str, dict[str, Any]]:
         """Return four settings."""
         return {
@@ -94,6 +102,11 @@ class FakeView:
             "backend.args": {"value": ["--threads", "4"], "source": "file"},
             "provider.elfs": {"value": None, "source": "default"},
         }
+
+
+def control_app(view: FakeView) -> QuartTrio:
+    """Return the control API of a daemon that is this view."""
+    return create_control_app(view, view.reload, view.reset_provider)
 
 
 @contextlib.asynccontextmanager

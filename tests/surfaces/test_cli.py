@@ -20,11 +20,10 @@ import pytest
 import trio
 
 from onebitd import __version__
-from onebitd.core.control_api import ReloadAnswer
+from onebitd.core.control_api import ProviderReset, ReloadAnswer
 from onebitd.core.errors import ConfigError
 from onebitd.core.handoff import Outcome, Reason
-from onebitd.surfaces.control_http import create_control_app
-from tests.surfaces.control_server import FakeView, make_record, serve_unix
+from tests.surfaces.control_server import FakeView, control_app, make_record, serve_unix
 
 REPO = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "onebitd.surfaces.cli"]
@@ -51,7 +50,7 @@ async def served() -> AsyncGenerator[Served]:
     with tempfile.TemporaryDirectory(prefix="ob") as name, trio.fail_after(120):
         found = Served(Path(name), FakeView())
         found.socket.parent.mkdir(parents=True)
-        async with serve_unix(create_control_app(found.view, found.view.reload), found.socket):
+        async with serve_unix(control_app(found.view), found.socket):
             yield found
 
 
@@ -93,6 +92,18 @@ async def test_status_degraded_daemon_is_exit_1_with_the_sentence_first(served: 
     assert done.returncode == 1
     assert json.loads(done.stdout) == served.view.status().to_json()
     assert done.stdout.count("\n") == 1
+
+
+async def test_provider_reset_prints_what_it_cleared(served: Served) -> None:
+    """Strikes, and whether the provider was out of service; nothing to clear is fine too."""
+    done = await served.run("provider", "reset")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "nothing to clear\n", "")
+    served.view.resets.append(ProviderReset(3, "open"))
+    done = await served.run("provider", "reset")
+    said = "cleared 3 strikes; the provider is back in service\n"
+    assert (done.returncode, done.stdout) == (0, said)
+    done = await served.run("provider", "reset", "--json")
+    assert json.loads(done.stdout) == {"strikes": 3, "breaker": "open"}
 
 
 async def test_handoffs_table_is_aligned_and_ends_with_reasons(served: Served) -> None:

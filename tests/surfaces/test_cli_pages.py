@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from onebitd.core.control_api import BackendStatus, LastExit, LockStatus, ProviderStatus, SlotStatus
+from onebitd.core.control_api import (
+    AuditStatus,
+    BackendStatus,
+    LastExit,
+    LockStatus,
+    ProviderStatus,
+    SlotStatus,
+)
 from onebitd.core.handoff import Outcome, Reason, Route
 from onebitd.services.history import History
 from onebitd.surfaces import cli_pages as pages
@@ -123,6 +130,8 @@ def test_status_page_daemon_without_the_shared_field_has_no_line() -> None:
         ),
         ({"provider": provider(state="stuck")}, "cannot be killed"),
         ({"provider": provider(breaker="open")}, "its breaker is open"),
+        ({"audit": AuditStatus(9, 1, 0, 1), "state": "degraded"}, "An audit has found"),
+        ({"audit": AuditStatus(9, 2, 0, 2), "state": "degraded"}, "2 audits have found"),
         ({"lock": LockStatus("/l", False, None, "handoff", "it is a fifo")}, "/l: it is a fifo"),
         (
             {"provider": provider(consecutive_failures=3, last_error=LAST_ERROR)},

@@ -20,8 +20,7 @@ from onebitd import client
 from onebitd.core import paths
 from onebitd.core.errors import UsageError
 from onebitd.core.handoff import Outcome
-from onebitd.surfaces.control_http import create_control_app
-from tests.surfaces.control_server import FakeView, make_record, serve_unix
+from tests.surfaces.control_server import FakeView, control_app, make_record, serve_unix
 
 NOBODY = 65534
 
@@ -78,7 +77,7 @@ async def test_client_real_server_answers_every_question(short_tmp: Path) -> Non
             return [next(records)["request_id"] for _ in range(2)]
 
     with trio.fail_after(60):
-        async with serve_unix(create_control_app(view, view.reload), path):
+        async with serve_unix(control_app(view), path):
             status = await trio.to_thread.run_sync(control.status)
             assert status == view.status().to_json()
             assert await trio.to_thread.run_sync(control.config) == view.config()
@@ -95,7 +94,7 @@ async def test_client_error_answer_carries_the_daemons_words(short_tmp: Path) ->
     path = short_tmp / "c"
     control = client.ControlClient(str(path))
     with trio.fail_after(60):
-        async with serve_unix(create_control_app(FakeView(), FakeView().reload), path):
+        async with serve_unix(control_app(FakeView()), path):
             with pytest.raises(client.BadAnswer, match="answered 400: limit=5000: must be"):
                 await trio.to_thread.run_sync(control.handoffs, 5000)
 

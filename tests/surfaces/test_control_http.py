@@ -10,12 +10,18 @@ from typing import Any
 import pytest
 import trio
 
-from onebitd.core.control_api import ReloadAnswer
+from onebitd.core.control_api import ProviderReset, ReloadAnswer
 from onebitd.core.errors import ConfigError, RequestError
 from onebitd.core.handoff import Outcome, Reason
 from onebitd.services.history import FOLLOWER_RECORDS
-from onebitd.surfaces.control_http import create_control_app
-from tests.surfaces.control_server import FakeView, make_record, read_reply, serve_unix, talk
+from tests.surfaces.control_server import (
+    FakeView,
+    control_app,
+    make_record,
+    read_reply,
+    serve_unix,
+    talk,
+)
 
 
 class Control:
@@ -76,7 +82,7 @@ async def control(tmp_path: Path) -> AsyncGenerator[Control]:
     view = FakeView()
     path = tmp_path / "control.sock"
     with trio.fail_after(60):
-        async with serve_unix(create_control_app(view, view.reload), path) as scope:
+        async with serve_unix(control_app(view), path) as scope:
             yield Control(path, view, scope)
 
 
@@ -186,6 +192,15 @@ async def test_reload_good_is_the_answer_in_its_order(control: Control) -> None:
     assert list(body) == ["changed", "needs_restart", "warnings"]
 
 
+async def test_provider_reset_says_what_it_cleared(control: Control) -> None:
+    """It changes something, so it is a POST."""
+    control.view.resets.append(ProviderReset(2, "open"))
+    status, _, body = await control.ask("/v1/provider/reset", "POST")
+    assert (status, body) == (200, {"strikes": 2, "breaker": "open"})
+    status, headers, _ = await control.ask("/v1/provider/reset")
+    assert (status, headers["allow"]) == (405, "OPTIONS, POST")
+
+
 async def test_reload_bad_configuration_is_a_422_with_every_problem(control: Control) -> None:
     """A client need not take a sentence apart to show them one by one."""
     control.view.reloaded = ConfigError(["x.toml: http.port: no", "x.toml: a: unknown key"])
@@ -292,7 +307,7 @@ async def test_follow_server_cancelled_ends_the_reply(tmp_path: Path) -> None:
     """A cancel of the server's task is enough; no follower outlives it."""
     view = FakeView()
     with trio.fail_after(30):
-        async with serve_unix(create_control_app(view, view.reload), tmp_path / "s") as scope:
+        async with serve_unix(control_app(view), tmp_path / "s") as scope:
             follow = await Control(tmp_path / "s", view, scope).follow()
             await wait_followers(view, 1)
         async with follow.stream:
@@ -304,7 +319,7 @@ async def test_follow_server_cancelled_ends_the_reply(tmp_path: Path) -> None:
 async def test_follow_stream_is_not_cut_by_the_response_timeout(tmp_path: Path) -> None:
     """A follower may be idle for longer than Quart gives a reply (60 s; here almost nothing)."""
     view = FakeView()
-    app = create_control_app(view, view.reload)
+    app = control_app(view)
     app.config["RESPONSE_TIMEOUT"] = 0.01
     with trio.fail_after(30):
         async with serve_unix(app, tmp_path / "s") as scope:

@@ -11,7 +11,7 @@ import pytest
 
 from onebitd.core.backend_state import BackendState
 from onebitd.core.config_resolve import resolve
-from onebitd.core.control_api import LastExit
+from onebitd.core.control_api import AuditStatus, LastExit
 from onebitd.services.admission import Admission
 from onebitd.services.history import History
 from onebitd.services.share_route import ShareRoute
@@ -28,6 +28,7 @@ def view(
     waiting: int = 0,
     draining: bool = False,
     failed: bool = False,
+    warning: str | None = None,
 ) -> StatusView:
     """Return the view of a daemon in this state, for 12 seconds."""
     supervisor = SimpleNamespace(
@@ -39,7 +40,8 @@ def view(
     for number in range(waiting):
         admission.enter(f"r{number}")
     config = resolve(instance="x", file={"model": {"path": "/m.gguf"}})
-    parts: list[Any] = [config, supervisor, None, admission, History(), ["127.0.0.1:8000"]]
+    handoffs = SimpleNamespace(audits=SimpleNamespace(warning=warning))
+    parts: list[Any] = [config, supervisor, handoffs, admission, History(), ["127.0.0.1:8000"]]
     found = StatusView(*parts, service_manager=True)
     found.draining, found.failed = draining, failed
     return found
@@ -51,7 +53,8 @@ def view(
         ("LOADING", {}, "loading 12 s"),
         ("READY", {}, "ready on 127.0.0.1:8000"),
         ("READY", {"last": ABORTED}, "ready on 127.0.0.1:8000"),
-        ("BACKOFF", {"last": ABORTED}, "restarting the decoder: signal 6 (SIGABRT)"),
+        ("READY", {"warning": "drift"}, "degraded, drift; ready on 127.0.0.1:8000"),
+        ("READY", {"warning": "drift", "draining": True}, "stopping"),
         ("LOADING", {"last": "status 3"}, "restarting the decoder: status 3"),
         ("LOADING", {"last": KILLED}, f"restarting the decoder: {KILLED}"),
         ("READY", {"waiting": 2, "draining": True}, "draining 2 replies"),
@@ -113,7 +116,8 @@ def test_status_provider_shared_is_the_route_as_this_decoder_has_it(
         route._refused = (refused_by, "it cannot export")
     file = {"model": {"path": "/m.gguf"}, "lock": {"path": str(tmp_path / "lock")}}
     config = resolve(instance="x", file={**file, "handoff": {"share": share}})
-    handoffs: Any = SimpleNamespace(provider_state="idle", shares=route)
+    audits = SimpleNamespace(warning=None, out_of_service=None, status=AuditStatus)
+    handoffs: Any = SimpleNamespace(provider_state="idle", shares=route, audits=audits)
     found = StatusView(
         config, supervisor, handoffs, Admission(9), History(), [], service_manager=False
     )
