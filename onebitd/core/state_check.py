@@ -44,9 +44,9 @@ def check(
         swa_window: the model's sliding window in tokens. An SWA section may then hold just the
             last min(N, window) cells or more, which is what llama-server saves. Without it, the
             section must hold all N: a tail that is too short would be silently wrong.
-        baseline: what `state_data.learn_baseline` made of the decoder's own file. With it, no cell
-            may be all zero, and no tensor's values far from the size of the decoder's own, unless
-            the decoder's own are so too.
+        baseline: what `state_baseline.learn_baseline` made of the decoder's own file. With it, no
+            cell may be all zero, and no tensor's values far from the size of the decoder's own,
+            unless the decoder's own are so too.
 
     Raises:
         StateFileError: a sentence that names section, layer and offset.

@@ -3,73 +3,35 @@
 All of it is looked at, a `Piece` at a time, so that a caller may share the pieces among threads:
 `judge` releases the interpreter's lock while it looks, and keeps nothing.
 
-What a decoder's own state of a few tokens looks like is a `Baseline`. Measured on SmolLM2, Gemma 3
-and small random models of six other kinds, f16 and q8_0, 40 prompts each (prose, code, rare
-scripts, random ids, one token, one token many times): no row of K or V was zero, and the largest
-magnitude of an attention tensor was 0.29 to 20.4 times that of the three tokens in the baseline
-(those are control tokens, whose V is small). The bounds leave more than ten times as much room on
-both sides. A recurrent state grows with its prompt (200 times were seen), so it has none.
+What a decoder's own state of a few tokens looks like is a `Baseline`; `state_baseline` learns it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from onebitd.core.errors import StateFileError
 from onebitd.core.state_cursor import Source, read_slice
-from onebitd.core.state_layout import Block, Channels, KvSection, Rows, StateFile, Tensor
+from onebitd.core.state_floats import Bits, FloatFormat, float_of, format_of, peaks_of
+from onebitd.core.state_layout import Block, Rows, Tensor
 
-CHUNK_BYTES: Final = 1 << 20
-"""No piece is longer. Shorter ones stay in a core's cache, but each costs some 50 us to set up."""
-MOST: Final = 256.0
-LEAST: Final = 1 / 64
-"""Bounds of a tensor's largest magnitude, as multiples of the one in the decoder's own state."""
+CHUNK_BYTES: Final = 1 << 19
+"""No piece is longer. Shorter ones stay in a core's cache, but each costs some 20 us of Python."""
 
 HEADER_BYTES: Final = 12
 """Of every tensor: see `Rows.header` and `Channels.header`."""
-_Bits: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 _Cells: TypeAlias = npt.NDArray[np.int64]
 _Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class _Format:
-    """How the floats of a ggml type lie: `floats` of them, `size` bytes each, start a unit."""
-
-    unit_bytes: int
-    size: int
-    floats: int
-    infinity: int
-
-    @property
-    def magnitude(self) -> int:
-        """All bits but the sign."""
-        return (1 << (8 * self.size - 1)) - 1
-
-
-_FORMATS: Final = {
-    0: _Format(4, 4, 1, 0x7F800000),
-    1: _Format(2, 2, 1, 0x7C00),
-    30: _Format(2, 2, 1, 0x7F80),
-    # Blocks of quantized values: f16 scale, and minimum of some. The values follow from them.
-    2: _Format(18, 2, 1, 0x7C00),
-    3: _Format(20, 2, 2, 0x7C00),
-    6: _Format(22, 2, 1, 0x7C00),
-    7: _Format(24, 2, 2, 0x7C00),
-    8: _Format(34, 2, 1, 0x7C00),
-    20: _Format(18, 2, 1, 0x7C00),
-}
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Bounds:
-    """What the tensors of a section may hold; each array has one entry for each, in file order.
+    """What the tensors of a section may hold; one entry for each, in file order.
 
     Attributes:
         own: bits of the largest magnitude (of quantized tensors: of the scales) in the decoder's
@@ -78,10 +40,10 @@ class Bounds:
         zero: True where the decoder's own state has a cell without any value but zero.
     """
 
-    own: npt.NDArray[np.int64]
-    least: npt.NDArray[np.int64]
-    most: npt.NDArray[np.int64]
-    zero: npt.NDArray[np.bool_]
+    own: tuple[int, ...]
+    least: tuple[int, ...]
+    most: tuple[int, ...]
+    zero: tuple[bool, ...]
 
     def some(self, first: int, count: int) -> Bounds:
         """Return those of some tensors."""
@@ -145,7 +107,7 @@ class HeaderDiffers(StateFileError):
 def pieces_of(run: Run) -> Iterator[Piece]:
     """Yield the pieces of a run in file order; of data that cannot be judged just the headers."""
     stride, total = run.stride, len(run.names)
-    format_ = _format_of(run.tensor)
+    format_ = format_of(run.tensor)
     if stride <= CHUNK_BYTES and (format_ or stride == HEADER_BYTES):
         at_once = CHUNK_BYTES // stride
         for first in range(0, total, at_once):
@@ -164,22 +126,11 @@ def pieces_of(run: Run) -> Iterator[Piece]:
             yield Piece(run, number, 1, start, offset + HEADER_BYTES - head + start, n_bytes)
 
 
-def _step(run: Run, format_: _Format) -> int:
+def _step(run: Run, format_: FloatFormat) -> int:
     """Return how many bytes of a long tensor make a piece: whole rows, if they are short enough."""
     row = run.tensor.row_size if isinstance(run.tensor, Rows) else run.tensor.el_size
     least = row if row <= CHUNK_BYTES - HEADER_BYTES else format_.unit_bytes
     return (CHUNK_BYTES - HEADER_BYTES) // least * least
-
-
-@lru_cache(maxsize=64)
-def _format_of(tensor: Tensor) -> _Format | None:
-    """Return how its floats lie; None if there are none, or it is no cache type."""
-    format_ = _FORMATS.get(tensor.type)
-    if format_ is None or not tensor.data_bytes(1):
-        return None
-    if isinstance(tensor, Channels):
-        return format_ if tensor.el_size == format_.unit_bytes == format_.size else None
-    return None if tensor.row_size % format_.unit_bytes else format_
 
 
 def judge(source: Source, piece: Piece, data: _Buffer) -> None:
@@ -197,18 +148,24 @@ def judge(source: Source, piece: Piece, data: _Buffer) -> None:
     head = 0 if piece.start else HEADER_BYTES
     if head:
         _expect_headers(piece, data)
-    format_ = _format_of(piece.run.tensor)
+    format_ = format_of(piece.run.tensor)
     if format_ is None:
         return
     values = _values(piece, data, head, format_)
-    peaks = _peaks(values, format_)
-    if int(peaks.max()) >= format_.infinity:
+    peaks = peaks_of(values)
+    if max(peaks) >= format_.infinity:
         raise StateFileError(_not_finite(piece, values, peaks, head, format_))
     bounds = piece.run.bounds
     if bounds is not None:
-        part = slice(piece.first, piece.first + piece.count)
-        _expect_size(piece, peaks, bounds.least[part], bounds.most[part], format_)
-        _expect_written(source, piece, values, bounds.zero[part], format_)
+        _expect_size(piece, peaks, bounds, format_)
+        _expect_written(source, piece, values, bounds, format_)
+
+
+def peak_of(piece: Piece, data: _Buffer) -> int:
+    """Return the bits of the largest magnitude in a piece of floats that passed `judge`."""
+    format_ = format_of(piece.run.tensor)
+    assert format_ is not None  # noqa: S101 - see above
+    return max(peaks_of(_values(piece, data, 0 if piece.start else HEADER_BYTES, format_)))
 
 
 def _expect_headers(piece: Piece, data: _Buffer) -> None:
@@ -221,34 +178,21 @@ def _expect_headers(piece: Piece, data: _Buffer) -> None:
             raise HeaderDiffers(f"{name}: another header than the decoder's")
 
 
-def _values(piece: Piece, data: _Buffer, head: int, format_: _Format) -> _Bits:
+def _values(piece: Piece, data: _Buffer, head: int, format_: FloatFormat) -> Bits:
     """Return the bits of the floats: a row for each tensor. Those of scales are a copy."""
     units = (piece.n_bytes // piece.count - head) // format_.unit_bytes
     shape: tuple[int, ...] = (piece.count, units, format_.floats)
     strides = (piece.run.stride, format_.unit_bytes, format_.size)
-    view: _Bits = np.ndarray(shape, f"<u{format_.size}", data, head, strides)
+    view: Bits = np.ndarray(shape, f"<u{format_.size}", data, head, strides)
     if format_.unit_bytes == format_.size:
         return view[:, :, 0]
     return np.ascontiguousarray(view).reshape(piece.count, -1)
 
 
-def _peaks(values: _Bits, format_: _Format) -> npt.NDArray[np.int64]:
-    """Return the bits of each tensor's largest magnitude, without a copy of the data.
-
-    As signed numbers, the bits of positive floats are in order and those of negative ones below
-    zero; as unsigned numbers, those of negative ones are in order and above all positive ones.
-    """
-    positive = np.maximum.reduce(values.view(f"<i{format_.size}"), axis=1).astype(np.int64)
-    highest = np.maximum.reduce(values, axis=1).astype(np.int64)
-    sign = format_.magnitude + 1
-    peaks: _Cells = np.maximum(positive, np.where(highest >= sign, highest - sign, highest))
-    return peaks
-
-
 def _not_finite(
-    piece: Piece, values: _Bits, peaks: npt.NDArray[np.int64], head: int, format_: _Format
+    piece: Piece, values: Bits, peaks: list[int], head: int, format_: FloatFormat
 ) -> str:
-    number = int(np.argmax(peaks >= format_.infinity))
+    number = next(i for i, peak in enumerate(peaks) if peak >= format_.infinity)
     index = int(np.argmax((values[number] & format_.magnitude) >= format_.infinity))
     at = index // format_.floats * format_.unit_bytes
     run = piece.run
@@ -264,26 +208,23 @@ def _place(run: Run, at: int) -> str:
     return f"channel {element // run.cells}, cell {element % run.cells}"
 
 
-def _expect_size(
-    piece: Piece, peaks: _Cells, least: _Cells, most: _Cells, format_: _Format
-) -> None:
+def _expect_size(piece: Piece, peaks: list[int], bounds: Bounds, format_: FloatFormat) -> None:
     """Refuse a tensor whose largest magnitude is far from the decoder's own."""
-    # All zero has a sentence of its own; a part of a cell says nothing about the least.
-    low = (peaks < least) & (peaks > 0) & _is_whole(piece)
-    wrong = low | (peaks > most)
-    if not wrong.any():
-        return
-    number = int(np.argmax(wrong))
-    run = piece.run
-    assert run.bounds is not None  # noqa: S101 - where else would least and most be from
-    found = _float(int(peaks[number]), run.tensor.type)
-    own = _float(int(run.bounds.own[piece.first + number]), run.tensor.type)
-    what = "scale" if format_.unit_bytes > format_.size else "value"
-    extent = f"no {what} above {found:.3g}" if low[number] else f"a {what} of {found:.3g}"
-    raise StateFileError(
-        f"{run.names[piece.first + number]}: {extent}, where the decoder's own state of a few "
-        f"tokens has {own:.3g}"
-    )
+    for number, peak in enumerate(peaks, piece.first):
+        if bounds.least[number] <= peak <= bounds.most[number]:
+            continue
+        # All zero has a sentence of its own; a part of a cell says nothing about the least.
+        low = peak < bounds.least[number]
+        if low and (peak == 0 or not _is_whole(piece)):
+            continue
+        type_ = piece.run.tensor.type
+        what = "scale" if format_.unit_bytes > format_.size else "value"
+        found = f"{float_of(peak, type_):.3g}"
+        raise StateFileError(
+            f"{piece.run.names[number]}: {f'no {what} above' if low else f'a {what} of'} {found}, "
+            "where the decoder's own state of a few tokens has "
+            f"{float_of(bounds.own[number], type_):.3g}"
+        )
 
 
 def _is_whole(piece: Piece) -> bool:
@@ -293,24 +234,12 @@ def _is_whole(piece: Piece) -> bool:
     return piece.n_bytes >= least
 
 
-def _float(bits: int, type_: int) -> float:
-    if type_ == 0:
-        return float(np.array(bits, np.uint32).view(np.float32))
-    if type_ == 30:
-        return float(np.array(bits << 16, np.uint32).view(np.float32))
-    return float(np.array(bits, np.uint16).view(np.float16))
-
-
 def _expect_written(
-    source: Source,
-    piece: Piece,
-    values: _Bits,
-    may_be_zero: npt.NDArray[np.bool_],
-    format_: _Format,
+    source: Source, piece: Piece, values: Bits, bounds: Bounds, format_: FloatFormat
 ) -> None:
     """Refuse cells that are all zero: a model computes none, an unwritten row is."""
     for number, suspects in _suspects(piece, values, format_):
-        if may_be_zero[number]:
+        if bounds.zero[piece.first + number]:
             continue
         name = piece.run.names[piece.first + number]
         zero = _zero_cells(source, piece, number, suspects, format_)
@@ -332,10 +261,10 @@ class _Suspects:
 
     cells: _Cells
     first: int
-    rows: _Bits | None
+    rows: Bits | None
 
 
-def _suspects(piece: Piece, values: _Bits, format_: _Format) -> Iterator[tuple[int, _Suspects]]:
+def _suspects(piece: Piece, values: Bits, format_: FloatFormat) -> Iterator[tuple[int, _Suspects]]:
     """Yield (number of a tensor, its cells that begin in this piece with a zero)."""
     tensor, start = piece.run.tensor, piece.start
     step = None
@@ -357,7 +286,7 @@ def _suspects(piece: Piece, values: _Bits, format_: _Format) -> Iterator[tuple[i
 
 
 def _zero_cells(
-    source: Source, piece: Piece, number: int, suspects: _Suspects, format_: _Format
+    source: Source, piece: Piece, number: int, suspects: _Suspects, format_: FloatFormat
 ) -> _Cells:
     """Return which of the suspects have no value but zero."""
     run, rows = piece.run, suspects.rows
@@ -376,7 +305,7 @@ def zero_cells(source: Source, block: Block, cells: _Cells) -> _Cells:
     sure that a cell is written.
     """
     tensor = block.tensor
-    format_ = _format_of(tensor)
+    format_ = format_of(tensor)
     assert format_ is not None  # noqa: S101 - nobody suspects other types
     if isinstance(tensor, Rows):
         spans = [(block.offset + int(cell) * tensor.row_size, tensor.row_size) for cell in cells]
@@ -393,67 +322,14 @@ def zero_cells(source: Source, block: Block, cells: _Cells) -> _Cells:
     return cells
 
 
-def _is_zero(source: Source, offset: int, n_bytes: int, format_: _Format) -> bool:
+def _is_zero(source: Source, offset: int, n_bytes: int, format_: FloatFormat) -> bool:
     step = CHUNK_BYTES // format_.unit_bytes * format_.unit_bytes
     for start in range(0, n_bytes, step):
         some = min(step, n_bytes - start)
         data = read_slice(source, offset + start, some)
         shape = (some // format_.unit_bytes, format_.floats)
         strides = (format_.unit_bytes, format_.size)
-        bits: _Bits = np.ndarray(shape, f"<u{format_.size}", data, 0, strides)
+        bits: Bits = np.ndarray(shape, f"<u{format_.size}", data, 0, strides)
         if (bits & format_.magnitude).any():
             return False
     return True
-
-
-def learn_baseline(source: Source, state: StateFile) -> Baseline:
-    """Return what the data of a decoder's own state is like.
-
-    Args:
-        source: the file, with a state of a few tokens.
-        state: what `parse` made of it.
-
-    Raises:
-        StateFileError: a value is not finite.
-    """
-    return Baseline(tuple(_bounds(source, part.blocks, part.shape) for part in state.sections))
-
-
-def _bounds(source: Source, blocks: tuple[Block, ...], shape: object) -> Bounds:
-    own: list[int] = []
-    zero: list[bool] = []
-    limits: list[tuple[int, int]] = []
-    for block in blocks:
-        format_ = _format_of(block.tensor)
-        run = Run(block.offset - HEADER_BYTES, block.tensor, block.cells, (block.what,), None)
-        peak = 0
-        for piece in pieces_of(run):
-            if format_ is None:
-                break
-            data = read_slice(source, piece.offset, piece.n_bytes)
-            judge(source, piece, data)
-            head = 0 if piece.start else HEADER_BYTES
-            values = _values(piece, data, head, format_)
-            peak = max(peak, int(_peaks(values, format_).max()))
-        own.append(peak)
-        cells = np.arange(block.cells)
-        zero.append(format_ is None or bool(len(zero_cells(source, block, cells))))
-        bounded = isinstance(shape, KvSection) and peak > 0
-        limits.append(_limits(peak, block.tensor.type) if bounded else (0, 1 << 40))
-    pairs = np.array(limits, np.int64).reshape(-1, 2)
-    return Bounds(np.array(own, np.int64), pairs[:, 0], pairs[:, 1], np.array(zero, np.bool_))
-
-
-def _limits(peak: int, type_: int) -> tuple[int, int]:
-    """Return the bits of the least and the most that a largest magnitude may be."""
-    value = _float(peak, type_)
-    return _bits(value * LEAST, type_), _bits(value * MOST, type_)
-
-
-def _bits(value: float, type_: int) -> int:
-    """Return the bits of a positive number, rounded down; of one too large those of infinity."""
-    if type_ in (0, 30):
-        bits = int(np.array(value, np.float32).view(np.uint32))
-        return bits if type_ == 0 else bits >> 16
-    with np.errstate(over="ignore"):
-        return int(np.array(value, np.float16).view(np.uint16))

@@ -112,6 +112,7 @@ class Audits:
         self._ledger = audit.Ledger()
         self._evidence: Evidence | None = None
         self._aside: _Aside | None = None
+        self._doubted = False  # the slot may hold the cache of a provider that is out of service
         self._news = trio.Event()
         self._waiting = trio.CancelScope()
         self._ended = False
@@ -206,12 +207,23 @@ class Audits:
             self.forget_slot()
 
     async def put_slot_back(self) -> None:
-        """Restore what the slot held before an audit that was cut short; the slot is the caller's.
+        """Have the slot hold what may be decoded from; the slot is the caller's.
 
-        It never fails: at worst the slot is empty, as after a restart.
+        That is what it held before an audit that was cut short, but nothing of a provider that
+        audits took out of service: the prompt's beginning would be taken from its cache. It never
+        fails: at worst the slot is empty, as after a restart.
         """
         facts = self._supervisor.facts
-        if self._aside is not None and facts is not None:
+        if facts is None:
+            return
+        if self._doubted:
+            with trio.CancelScope(shield=True):
+                try:
+                    await facts.server.erase()  # what it holds is wrong, but finite: that heals
+                except BackendError:
+                    await self._make_safe(facts, "audits that took its provider out of service")
+            self._doubted = False
+        elif self._aside is not None:
             await self._put_back(facts)
 
     def forget_slot(self) -> None:
@@ -460,6 +472,8 @@ class Audits:
             return
         why = self.out_of_service
         if why is not None and not was_open:
+            self.forget_slot()
+            self._doubted = True
             log.error("provider_out_of_service", line=f"the provider is out of service: {why}")
         self.on_change()
 

@@ -26,7 +26,7 @@ from onebitd.adapters.process import (
     spawn,
 )
 from onebitd.adapters.slot_files import SlotFiles
-from onebitd.core import state_data, state_file
+from onebitd.core import state_baseline, state_file
 from onebitd.core.backend_state import (
     RESTART_WINDOW_S,
     BackendEvent,
@@ -378,7 +378,7 @@ class Supervisor:
             await server.save(name)
             saved = await trio.to_thread.run_sync((self._slots.path / name).read_bytes)
             layout = state_file.learn_layout(saved, _PROBE_TOKENS)
-            baseline = state_data.learn_baseline(saved, state_file.parse(saved, layout))
+            baseline = state_baseline.learn_baseline(saved, state_file.parse(saved, layout))
             self._slots.keep_example(name)
         except StateFileError as error:
             unsupported = f"the decoder's own state file cannot be read: {error}"

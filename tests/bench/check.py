@@ -21,7 +21,7 @@ from pathlib import Path
 import trio
 
 from onebitd.adapters.slot_files import SlotFiles
-from onebitd.core import state_data, state_file
+from onebitd.core import state_baseline, state_file
 from onebitd.core.state_layout import Block, Rows, StateFile
 from onebitd.core.state_write import write_state
 from tests.bench.measure import table
@@ -84,7 +84,7 @@ class Cost:
 def check_cost(slots: SlotFiles, state: Path, learned: Learned, tokens: Sequence[int]) -> Cost:
     """Return what the daemon's check of a file takes; the file stays where it is."""
     layout = state_file.learn_layout(learned.probe, PROBE)
-    baseline = state_data.learn_baseline(learned.probe, state_file.parse(learned.probe))
+    baseline = state_baseline.learn_baseline(learned.probe, state_file.parse(learned.probe))
 
     async def take() -> Cost:
         run = slots.new_run([])

@@ -11,10 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from onebitd.core import state_data, state_walk
+from onebitd.core import state_baseline, state_data, state_walk
 from onebitd.core.errors import StateFileError
+from onebitd.core.state_baseline import learn_baseline
 from onebitd.core.state_check import check, plan
-from onebitd.core.state_data import Baseline, learn_baseline
+from onebitd.core.state_data import Baseline
 from onebitd.core.state_file import parse
 from onebitd.core.state_layout import Block, Channels, Layout, Rows, StateFile
 from tests.core.state_files import BF16, F16, F32, Q8_0, Appendix, Checkpoint, Kv, Recr, build
@@ -493,8 +494,8 @@ def test_check_lying_counts_allocate_nothing() -> None:
 
 def test_bounds_leave_room_on_both_sides_of_what_was_measured() -> None:
     """Eight times more than the extremes of honest states, which the module's docstring names."""
-    assert state_data.MOST >= 8 * 20.4
-    assert state_data.LEAST <= 0.29 / 8
+    assert state_baseline.MOST >= 8 * 20.4
+    assert state_baseline.LEAST <= 0.29 / 8
 
 
 def test_recurrent_sections_only_kind_is_checked_too() -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from onebitd.core.errors import StateFileError
+from onebitd.core.state_baseline import learn_baseline
 from onebitd.core.state_check import check
-from onebitd.core.state_data import Baseline, learn_baseline
+from onebitd.core.state_data import Baseline
 from onebitd.core.state_file import learn_layout, parse
 from onebitd.core.state_layout import Layout, Rows
 from tests.llama_builds import (

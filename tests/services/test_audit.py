@@ -190,15 +190,18 @@ async def test_audit_drift_is_a_strike_and_the_last_one_takes_the_provider_out_o
         assert "strike 1 of 2" in drifts[0]["line"]
         assert "provider_out_of_service" in [entry["event"] for entry in logs]
 
-        runs = len(it.rig.history.recent(100))
+        runs, targets = len(it.rig.history.recent(100)), len(it.targets())
         asked = await it.rig.ask(PROMPT)
+        assert it.targets()[targets:][-2] == "erase"  # the prompt is in the slot, from that provider
+        await it.rig.ask(PROMPT)
+        assert it.targets()[targets:].count("erase") == 1
         assert asked.end == ("skipped", "breaker_open")
         assert asked.status == 200
         assert "layer 1 K" in asked.record["detail"]
         assert "onebitctl provider reset" in asked.record["detail"]
         error = await it.rig.refused(PROMPT, policy=Policy.STRICT)
         assert (error.status, error.reason) == (502, "breaker_open")
-        assert len(it.rig.history.recent(100)) == runs + 2
+        assert len(it.rig.history.recent(100)) == runs + 3
 
         it.spoil("nothing")
         reset = it.audits.reset()
