@@ -1,8 +1,7 @@
 """Looks at every byte of one state file, by pread, with as many threads as help.
 
 By pread, not by mapping: a page that somebody truncates away under a mapping is a SIGBUS, which no
-daemon survives. Populating a fresh mapping was no faster either: 3.3 ms for 23 MB on tmpfs, as the
-copy of pread (measured, 4 KiB pages).
+daemon survives. Populating a fresh mapping was no faster either than the copy of pread.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from onebitd.core.state_data import CHUNK_BYTES, Baseline, Piece
 from onebitd.core.state_layout import Layout
 
 _MAX_THREADS: Final = 4
-_BYTES_FOR_A_THREAD: Final = 2 << 20
-"""Starting a thread costs as much as looking at some 0.5 MB; below this it is not worth it."""
+_BYTES_FOR_A_THREAD: Final = 16 << 20
+"""A small file gains tenths of a millisecond by a second thread and may lose several: the kernel
+may take the processor from the one that holds the interpreter's lock."""
 
 
 class OpenFile:

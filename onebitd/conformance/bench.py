@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from onebitd.conformance.decoder import Decoder
 from onebitd.conformance.judge import Finding
 from onebitd.conformance.provider_run import Ended, Invocation, OpenState, ProviderRun, file_problem
 from onebitd.core import state_check
-from onebitd.core.errors import StateFileError
+from onebitd.core.errors import StateFileError, UsageError
+from onebitd.core.state_data import Baseline
 from onebitd.core.state_layout import Layout
 
 
@@ -42,6 +44,7 @@ class Bench:
     """What the cases work with.
 
     Attributes:
+        layout, baseline: what the decoder's own state files are like.
         logs: a directory for the output of runs.
         keep: a directory that gets the files of each case, or None.
         report: gets each finding when it is made.
@@ -50,6 +53,7 @@ class Bench:
 
     decoder: Decoder
     layout: Layout
+    baseline: Baseline
     invocation: Invocation
     model: ModelFacts
     limits: Limits
@@ -67,7 +71,13 @@ class Bench:
             return f"the file {problem}"
         source = OpenState(path)
         try:
-            state_check.check(source, self.layout, handed, swa_window=self.model.sliding_window)
+            state_check.check(
+                source,
+                self.layout,
+                handed,
+                swa_window=self.model.sliding_window,
+                baseline=self.baseline,
+            )
         except StateFileError as error:
             return str(error)
         finally:
@@ -134,9 +144,16 @@ class CaseRun:
         return dataclasses.replace(ended, leftovers=names)
 
     def _save(self, target: Path) -> None:
-        """Move the run's files, its output and the decoder's own file to a directory."""
+        """Copy the run's files, its output and the decoder's own file to a directory."""
+        try:
+            self._copy(target)
+        except OSError as error:  # of several files, copytree has a list instead of strerror
+            why = error.strerror or "not every file can be copied"
+            raise UsageError(f"--keep {target}: {why}") from error
+
+    def _copy(self, target: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(self._run.directory, target, symlinks=True)
+        shutil.copytree(self._run.directory, target, symlinks=True, ignore=_special_files)
         target.chmod(0o700)
         for stream in ("stdout", "stderr"):
             log = self._bench.logs / f"{self._run.directory.name}.{stream}"
@@ -144,3 +161,10 @@ class CaseRun:
                 shutil.copyfile(log, target / stream)
         if self.reference is not None:
             shutil.copyfile(self.reference, target / "reference.state")
+
+
+def _special_files(directory: str, names: list[str]) -> list[str]:
+    """Return the FIFOs, sockets and devices, which have nothing that could be kept."""
+    kept = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)
+    modes = {name: os.lstat(os.path.join(directory, name)).st_mode for name in names}
+    return [name for name, mode in modes.items() if stat.S_IFMT(mode) not in kept]

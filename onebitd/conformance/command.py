@@ -182,7 +182,7 @@ def _check(plan: _Plan, signals: prefill_llama.StopSignals, output: _Output) -> 
         output.progress("the decoder loads the model")
         with contextlib.closing(Decoder(setup, home, signals)) as decoder:
             decoder.start()
-            layout = decoder.learn_layout()
+            layout, baseline = decoder.learn_layout()
             tolerance, scale = options.tolerance, options.scale_tolerance
             output.head(plan, decoder, layout)
             limits = Limits(
@@ -193,6 +193,7 @@ def _check(plan: _Plan, signals: prefill_llama.StopSignals, output: _Output) -> 
             bench = Bench(
                 decoder=decoder,
                 layout=layout,
+                baseline=baseline,
                 invocation=_invocation(plan, decoder, home),
                 model=ModelFacts(header.sliding_window, header.n_vocab, header.head_dim),
                 limits=limits,

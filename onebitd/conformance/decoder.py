@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from onebitd import prefill_llama
-from onebitd.core import backend_args, state_file
+from onebitd.core import backend_args, state_baseline, state_file
 from onebitd.core.errors import OnebitError, StateFileError
+from onebitd.core.state_data import Baseline
 from onebitd.core.state_layout import Layout
 
 EXAMPLE_NAME: Final = "example.state"
@@ -157,12 +158,14 @@ class Decoder:
             with contextlib.suppress(OSError):
                 os.rmdir(self._socket_directory)
 
-    def learn_layout(self) -> Layout:
-        """Return the layout of its state files, and leave one of them at `example`."""
+    def learn_layout(self) -> tuple[Layout, Baseline]:
+        """Return what its state files are like, and leave one of them at `example`."""
         try:
             self.prefill(PROBE_TOKENS)
             self.save(EXAMPLE_NAME)
-            return state_file.learn_layout(Path(self.example).read_bytes(), PROBE_TOKENS)
+            saved = Path(self.example).read_bytes()
+            layout = state_file.learn_layout(saved, PROBE_TOKENS)
+            return layout, state_baseline.learn_baseline(saved, state_file.parse(saved, layout))
         except DecoderRefused as error:
             raise DecoderFailed(f"the decoder cannot save its slot: {error}") from error
         except StateFileError as error:

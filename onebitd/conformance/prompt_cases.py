@@ -29,8 +29,6 @@ PROMPT_CASES: Final[Mapping[str, str]] = {
 }
 
 REPLY_TOKENS: Final = 16
-SCALE_TOKENS: Final = 16
-"""Of fewer rows a head's scale says no more than their errors do."""
 _REFERENCE: Final = "reference.state"
 
 
@@ -109,7 +107,7 @@ class PromptCases:
         self._bench.progress(f"{case}: the decoder evaluates {len(ids)} tokens")
         reference = self._refer(ids)
         run.reference = reference.state
-        diff = self._diff(run.out, reference.state, judges_scale=len(ids) > SCALE_TOKENS)
+        diff = self._diff(run.out, reference.state)
         self._bench.report(judge.judge_values(case, diff, self._bench.limits.tolerance))
         self._restore(case, run.out, ids, reference)
         self._bench.report(judge.judge_speed(case, ended, len(ids) - 1, reference.prefill_ms))
@@ -137,17 +135,17 @@ class PromptCases:
     def _reply_tokens(self, ids: Sequence[int]) -> int:
         return max(1, min(REPLY_TOKENS, self._bench.decoder.n_ctx - len(ids)))
 
-    def _diff(self, path: Path, reference: Path, *, judges_scale: bool = True) -> StateDiff:
-        limits = self._bench.limits
+    def _diff(self, path: Path, reference: Path) -> StateDiff:
+        limits, layout = self._bench.limits, self._bench.layout
         ours, theirs = OpenState(reference), OpenState(path)
         try:
             return state_compare.compare(
-                state_file.parse(theirs),
+                state_file.parse(theirs, layout),
                 theirs,
-                state_file.parse(ours),
+                state_file.parse(ours, layout),
                 ours,
                 tolerance=limits.tolerance,
-                scale_tolerance=limits.scale_tolerance if judges_scale else limits.tolerance,
+                scale_tolerance=limits.scale_tolerance,
                 head_dim=self._bench.model.head_dim,
             )
         except StateFileError as error:

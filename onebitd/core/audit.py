@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -175,11 +176,14 @@ def _scale_words(tensor: Measured) -> str | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LastAudit:
-    """The last audit, for `status`; `request_id` is that of the handoff."""
+    """The last audit, for `status`; `request_id` is that of the handoff.
+
+    `error` is None where a value is no number, as JSON has none for that.
+    """
 
     time: str
     request_id: str
-    error: float
+    error: float | None
     layer: int
     part: str
     ok: bool
@@ -212,7 +216,7 @@ class Ledger:
             self.drifted += 1
             self.strikes += 1
             self.drift = verdict.words()
-        error = verdict.error
+        error = verdict.error if math.isfinite(verdict.error) else None
         self.last = LastAudit(time, request_id, error, verdict.layer, verdict.part, verdict.ok)
 
     def forgive(self) -> int:

@@ -42,6 +42,8 @@ DEFAULT_TOLERANCE: Final = 0.5
 """The largest relative row error that passes."""
 DEFAULT_SCALE_TOLERANCE: Final = 0.006
 """How far a head's least-squares scale may be from 1."""
+LEAST_SCALE_POSITIONS: Final = 16
+"""Of fewer a head's scale says no more than their errors do: 0.037 from 1 was seen on one row."""
 RMS_PART: Final = 3
 """The root mean square of the row errors passes up to this part of the tolerance."""
 _FLOOR: Final = 0.1
@@ -63,9 +65,9 @@ class TensorDiff:
         worst_pos: the position of that.
         first_off: the first position whose row error is above the tolerance.
         head_scale: a's scale onto b, of the head where it is furthest from 1; 1.0 where heads are
-            not known. It is the least-squares scale for errors in both (reduced major axis), which
-            an honest drift moves least.
-        head: that head; None where heads are not known.
+            not known or positions are fewer than `LEAST_SCALE_POSITIONS`. It is the least-squares
+            scale for errors in both (reduced major axis), which an honest drift moves least.
+        head: that head; None where no scale is judged.
         cause: what may be wrong, as a sentence.
         within: row error, a third of the tolerance for their root mean square, and head scale.
         rms_error: the root mean square of the row errors over positions.
@@ -261,7 +263,7 @@ class _Sums:
 
     def worst_head(self) -> tuple[int | None, float]:
         """Return the head whose scale is furthest from 1, and the scale."""
-        if not self.has_heads:
+        if not self.has_heads or len(self.norm) < LEAST_SCALE_POSITIONS:
             return None, 1.0
         square = np.divide(self.aa, self.bb, out=np.ones_like(self.aa), where=self.bb > 0)
         scales = np.where(self.ab < 0, -1, 1) * np.sqrt(square)

@@ -23,8 +23,10 @@ Trial: TypeAlias = tuple[float, str]
 
 _SAMPLE_VALUES: Final = 1 << 16
 _SAMPLE_ROWS: Final = (48, 192)
-_SHIFT_ROWS: Final = 32
-_VOTERS: Final = 9
+_MOST_SHIFT: Final = 4
+"""Further on, a text that repeats itself has rows that are much alike."""
+_SHIFT_LEFT: Final = 1 / 3
+"""No more of the difference than this is left by a shift: rows near to each other are alike."""
 _TURNS: Final = (64, 128, 256, 512)
 
 
@@ -200,25 +202,22 @@ def _trial(both: tuple[Floats, Floats] | None, words: str) -> Iterator[Trial]:
 
 
 def _shifted(sample: Sample) -> Iterator[Trial]:
-    """Look for the sample's rows at other positions of the reference."""
+    """Look for the sample's rows at positions of the reference that are near."""
     pair = sample.pair
-    low = max(0, int(sample.at[0]) - _SHIFT_ROWS)
-    high = min(len(pair.pos), int(sample.at[-1]) + 1 + _SHIFT_ROWS)
+    low = max(0, int(sample.at[0]) - _MOST_SHIFT)
+    high = min(len(pair.pos), int(sample.at[-1]) + 1 + _MOST_SHIFT)
     near = pair.b.rows(low, high)
-    votes: list[int] = []
-    for number in np.linspace(0, len(sample.at) - 1, _VOTERS).astype(int):
-        distance = np.nan_to_num(((near - sample.a[number]) ** 2).sum(axis=1), nan=np.inf)
-        votes.append(low + int(distance.argmin()) - int(sample.at[number]))
-    shift = max(sorted(set(votes), key=abs), key=votes.count)
-    there = sample.at + shift
-    fits = (there >= low) & (there < high)
-    if not shift or fits.sum() < max(1, len(fits) // 2):
-        return
-    by = f"{abs(shift)} position{'s'[: abs(shift) != 1]}"
-    yield (
-        unlike(sample.a[fits], near[there[fits] - low]),
-        (f"rows are shifted by {by}: they belong to {'later' if shift > 0 else 'earlier'} tokens"),
-    )
+    for shift in sorted(range(-_MOST_SHIFT, _MOST_SHIFT + 1), key=abs)[1:]:
+        there = sample.at + shift
+        fits = (there >= low) & (there < high)
+        if fits.sum() < max(1, len(fits) // 2):
+            continue
+        left = unlike(sample.a[fits], near[there[fits] - low])
+        if left > sample.before * _SHIFT_LEFT:
+            continue
+        by = f"{abs(shift)} position{'s'[: abs(shift) != 1]}"
+        other = "later" if shift > 0 else "earlier"
+        yield left, f"rows are shifted by {by}: they belong to {other} tokens"
 
 
 def _other_heads(sample: Sample, dims: Sequence[int]) -> Iterator[Trial]:

@@ -112,7 +112,7 @@ class Audits:
         self._ledger = audit.Ledger()
         self._evidence: Evidence | None = None
         self._aside: _Aside | None = None
-        self._doubted = False  # the slot may hold the cache of a provider that is out of service
+        self._doubted = False  # the slot may hold a cache that drifts
         self._news = trio.Event()
         self._waiting = trio.CancelScope()
         self._ended = False
@@ -204,33 +204,34 @@ class Audits:
             return
         if self._files.free_bytes() < wanted_bytes + 2 * _SPARE_BYTES:
             self._drop()
-            self.forget_slot()
+            self._drop_aside()
 
     async def put_slot_back(self) -> None:
         """Have the slot hold what may be decoded from; the slot is the caller's.
 
-        That is what it held before an audit that was cut short, but nothing of a provider that
-        audits took out of service: the prompt's beginning would be taken from its cache. It never
+        That is what it held before an audit that was cut short, but nothing of a provider whose
+        cache has just been found to drift: the prompt's beginning would be taken from it. It never
         fails: at worst the slot is empty, as after a restart.
         """
         facts = self._supervisor.facts
         if facts is None:
             return
         if self._doubted:
+            self._drop_aside()
             with trio.CancelScope(shield=True):
                 try:
                     await facts.server.erase()  # what it holds is wrong, but finite: that heals
                 except BackendError:
-                    await self._make_safe(facts, "audits that took its provider out of service")
+                    await self._make_safe(facts, "an audit that found drift")
             self._doubted = False
         elif self._aside is not None:
             await self._put_back(facts)
 
     def forget_slot(self) -> None:
-        """What the slot held before is of no use any more."""
-        aside, self._aside = self._aside, None
-        if aside is not None:
-            self._files.remove(aside.name)
+        """The slot holds another handoff: what it held before is of no use any more."""
+        self._drop_aside()
+        if self.out_of_service is None:
+            self._doubted = False
 
     # The work.
 
@@ -246,41 +247,49 @@ class Audits:
         finally:
             self._ended = True
             self._drop()
-            self.forget_slot()
+            self._drop_aside()
 
     async def _work(self) -> None:
         """Do what there is to do, once there is a moment for it."""
         evidence = self._evidence
-        if evidence is not None and evidence.name is None:
-            await self._fetch(evidence)
-            return
-        with trio.CancelScope() as self._waiting:
-            if evidence is not None:
-                self._waiting.deadline = evidence.deadline
-            await self._wait_quiet(0 if evidence is None else evidence.interruptions)
-        if self._evidence is not evidence:
-            return
-        if evidence is not None and trio.current_time() >= evidence.deadline:
-            self._give_up(evidence, "no quiet moment in time")
+        is_in_slot = evidence is not None and evidence.name is None
+        if not is_in_slot and not await self._found_quiet(evidence):
             return
         try:
-            facts = await self._supervisor.wait_ready()
             if evidence is None:
+                facts = await self._supervisor.wait_ready()
                 with self._admission.lend("") as loan:
                     if loan is not None:
                         await self._put_back(facts)
+            elif is_in_slot:
+                await self._fetch(evidence)
             else:
-                await self._audit(facts, evidence)
+                await self._audit(await self._supervisor.wait_ready(), evidence)
         except (RequestError, _GivenUp, BackendError, StateFileError, OSError) as error:
             if isinstance(error, BackendTimeout):
                 self._supervisor.kill(f"it did not answer an audit: {error}")
-            if evidence is not None:
+            if evidence is None:
+                self._drop_aside()  # its decoder is gone
+            else:
                 self._give_up(evidence, str(error))
         except Exception:
             # What serves goes on: a fault in here must not end it.
             log.exception("internal_error", path="audit")
             if evidence is not None:
                 self._give_up(evidence, "a fault in onebitd; the log has it")
+
+    async def _found_quiet(self, evidence: Evidence | None) -> bool:
+        """Wait for a moment without requests; False when there is something else to do by then."""
+        with trio.CancelScope() as self._waiting:
+            if evidence is not None:
+                self._waiting.deadline = evidence.deadline
+            await self._wait_quiet(0 if evidence is None else evidence.interruptions)
+        if self._evidence is not evidence:
+            return False
+        if evidence is not None and trio.current_time() >= evidence.deadline:
+            self._give_up(evidence, "no quiet moment in time")
+            return False
+        return True
 
     async def _wait_quiet(self, interruptions: int) -> None:
         admission, quiet_s = self._admission, audit.quiet_s(interruptions)
@@ -294,26 +303,25 @@ class Audits:
             await trio.sleep(left_s)
 
     async def _fetch(self, evidence: Evidence) -> None:
-        """Save what the reply left in the slot, unless somebody had the slot since."""
+        """Save what the reply left in the slot, unless somebody had the slot since.
+
+        Raises:
+            BackendError, _GivenUp, OSError: it cannot be done.
+        """
         facts = self._supervisor.facts
         with self._admission.lend(evidence.request_id) as loan:
             untouched = loan is not None and self._admission.last_holder is evidence.holder
             if not untouched or facts is None:
-                self._give_up(evidence, "the slot was used again at once")
-                return
-            try:
-                self._check_room(evidence.layout.bytes_for(len(evidence.tokens)))
-                name, _ = await self._save(facts)
-            except (_GivenUp, BackendError, OSError) as error:
-                self._give_up(evidence, str(error))
-                return
+                raise _GivenUp("the slot was used again at once")
+            self._check_room(evidence.layout.bytes_for(len(evidence.tokens)))
+            name, _ = await self._save(facts)
         if self._evidence is evidence:
             self._evidence = dataclasses.replace(evidence, name=name, holder=None)
         else:
             self._files.remove(name)
 
     async def _audit(self, facts: BackendFacts, evidence: Evidence) -> None:
-        began = trio.current_time()
+        began, provider = trio.current_time(), self._config.provider
         with self._admission.lend(evidence.request_id) as loan:
             if loan is None:
                 return
@@ -327,6 +335,8 @@ class Audits:
             diff = await trio.to_thread.run_sync(self._diff, evidence, ours, abandon_on_cancel=True)
         finally:
             self._files.remove(ours)
+        if self._config.provider != provider:
+            return  # a reload came: it says nothing about the new one
         verdict = audit.judge(diff.tensors)
         if verdict is None:
             raise _GivenUp("; ".join(diff.notes) or "there was nothing to compare")
@@ -344,7 +354,7 @@ class Audits:
             raise _GivenUp("the decoder came back with another state layout")
         self._check_room(2 * facts.layout.bytes_for(len(evidence.tokens)))
         if self._aside is not None and self._aside.facts is not facts:
-            self.forget_slot()
+            self._drop_aside()
         if self._aside is None:
             await self._put_aside(facts)
         if loan.is_wanted:
@@ -428,7 +438,8 @@ class Audits:
         handoff = self._config.handoff
         assert evidence.name is not None  # noqa: S101 - _work fetches it first
         with self._files.reading(evidence.name) as a, self._files.reading(ours) as b:
-            theirs_read, ours_read = state_file.parse(a), state_file.parse(b)
+            theirs_read = state_file.parse(a, evidence.layout)
+            ours_read = state_file.parse(b, evidence.layout)
 
             def compare(causes: bool) -> state_compare.StateDiff:
                 return state_compare.compare(
@@ -462,7 +473,7 @@ class Audits:
             ok=verdict.ok,
             layer=verdict.layer,
             part=verdict.part,
-            error=round(verdict.error, 6),
+            error=None if self._ledger.last is None else self._ledger.last.error,
             position=verdict.position,
             cause=verdict.cause,
             tokens=len(evidence.tokens),
@@ -470,10 +481,10 @@ class Audits:
         )
         if verdict.ok:
             return
+        self._drop_aside()
+        self._doubted = True
         why = self.out_of_service
         if why is not None and not was_open:
-            self.forget_slot()
-            self._doubted = True
             log.error("provider_out_of_service", line=f"the provider is out of service: {why}")
         self.on_change()
 
@@ -498,3 +509,8 @@ class Audits:
         evidence, self._evidence = self._evidence, None
         if evidence is not None and evidence.name is not None:
             self._files.remove(evidence.name)
+
+    def _drop_aside(self) -> None:
+        aside, self._aside = self._aside, None
+        if aside is not None:
+            self._files.remove(aside.name)

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 
 from onebitd.core import state_check
 from onebitd.core.errors import StateFileError, UsageError
-from onebitd.core.state_compare import DEFAULT_SCALE_TOLERANCE, DEFAULT_TOLERANCE, compare
+from onebitd.core.state_baseline import learn_baseline
+from onebitd.core.state_compare import (
+    DEFAULT_SCALE_TOLERANCE,
+    DEFAULT_TOLERANCE,
+    LEAST_SCALE_POSITIONS,
+    compare,
+)
 from onebitd.core.state_file import learn_layout, parse
-from onebitd.core.state_layout import StateFile
+from onebitd.core.state_layout import SLIDING, StateFile, layout_names
 from onebitd.core.state_pairs import pair_up
 from onebitd.state_tools import pages, plot
 from onebitd.state_tools.files import OpenState, open_state, read_ids, read_model, write_whole
@@ -56,20 +62,23 @@ def check(
     ids = None if tokens is None else read_ids(tokens)
     if swa_window is None and model is not None:
         swa_window = read_model(model).sliding_window
-    layout = None
+    layout = baseline = None
     if like is not None:
         with open_state(like) as example, example.named():
-            layout = learn_layout(example, example.parse().tokens.tolist())
-    elif swa_window is None and model is None:
+            own = example.parse()
+            layout = learn_layout(example, own.tokens.tolist())
+            baseline = learn_baseline(example, own)
+    knows_window = swa_window is not None or model is not None
+    if not knows_window:
         swa_window = 1  # nothing tells how much of a window there must be
     with open_state(path) as source:
         problem = None
         try:
             if layout is None or ids is None:
-                state = parse(source)
+                state = parse(source, layout)
                 layout = layout or state.layout
                 ids = state.tokens.tolist() if ids is None else ids
-            state_check.check(source, layout, ids, swa_window=swa_window)
+            state_check.check(source, layout, ids, swa_window=swa_window, baseline=baseline)
         except StateFileError as error:
             problem = str(error)
     against = "the decoder's layout" if like else "itself alone: --like FILE names a decoder's own"
@@ -79,6 +88,8 @@ def check(
         tell(f"{path}: {problem}")
     else:
         say(f"{path}: fine, held against {against}")
+        if layout and not knows_window and SLIDING in layout_names(layout.sections):
+            tell("the length of the sliding window was not checked: give --model or --swa-window")
     return EXIT_FINE if problem is None else EXIT_NOT_FINE
 
 
@@ -133,8 +144,11 @@ def diff(a: str, b: str, options: DiffOptions) -> int:
     if not options.as_json and (options.every or not equal):
         for line in pages.diff_page(found, row, scale, every=options.every):
             say(line)
-        if head_dim is None and found.within:
-            tell("sizes of heads were not compared: give --model or --head-dim")
+        heads = [tensor.head for tensor in found.tensors if tensor.part in ("K", "V")]
+        if found.within and heads and all(head is None for head in heads):
+            how = f"that takes {LEAST_SCALE_POSITIONS} positions, and rows of whole heads"
+            how = "give --model or --head-dim" if head_dim is None else how
+            tell(f"sizes of heads were not compared: {how}")
     return EXIT_FINE if found.within else EXIT_NOT_FINE
 
 

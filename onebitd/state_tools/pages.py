@@ -176,7 +176,6 @@ def _section_object(section: ReadSection) -> dict[str, Any]:
                 "what": block.what,
                 "part": block.part,
                 "layer": block.layer,
-                "type": type_name(block.tensor.type),
                 "offset": block.offset,
                 "bytes": block.n_bytes,
                 **dataclasses.asdict(block.tensor),

@@ -123,7 +123,7 @@ def test_give_up_during_the_check_ends_it_soon(
     assert len(judged) == 1
 
 
-@pytest.mark.parametrize(("n_bytes", "most"), [(0, 0), (3 << 20, 0), (5 << 20, 1), (1 << 40, 3)])
+@pytest.mark.parametrize(("n_bytes", "most"), [(0, 0), (31 << 20, 0), (33 << 20, 1), (1 << 40, 3)])
 def test_helpers_are_as_many_as_size_and_processors_allow(
     n_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

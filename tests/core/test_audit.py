@@ -164,6 +164,16 @@ def test_ledger_strikes_are_not_taken_away_by_honest_audits() -> None:
     assert "onebitctl provider reset" in why
 
 
+def test_ledger_error_that_is_no_number_is_none() -> None:
+    """JSON has no infinity: a status that says one cannot be read."""
+    ledger = Ledger()
+    found = audit.judge([tensor(3, "K", float("inf"))])
+    assert found is not None
+    ledger.add(found, "r", "t")
+    assert ledger.last is not None
+    assert (ledger.last.error, ledger.last.ok) == (None, False)
+
+
 def test_ledger_forgiven_has_no_strikes_and_keeps_its_counts() -> None:
     """What a reset clears, and what it does not."""
     ledger = Ledger()

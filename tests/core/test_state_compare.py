@@ -300,6 +300,27 @@ def test_compare_head_scaled_by_a_hundredth_is_found_under_an_honest_drift(by: f
     assert tensor(diff(file, state(), head_dim=None), "layer 3 K").head_scale == 1.0
 
 
+@pytest.mark.parametrize(("n_positions", "head"), [(15, None), (16, 1)])
+def test_compare_scale_of_few_positions_is_not_judged(n_positions: int, head: int | None) -> None:
+    """One row's honest error alone can make a head 4 per cent larger."""
+    file = faults.plant(state(), "layer 3 K", faults.scaled_head(1, DIM, 1.04))
+    found = diff(file, state(), positions=range(n_positions))
+    assert tensor(found, "layer 3 K").head == head
+    assert found.within is (head is None)
+
+
+def test_compare_repetitive_text_that_is_off_is_not_called_shifted() -> None:
+    """Rows one period on are more like a drifted row than its own; that is the text's doing."""
+    period, what = 12, "layer 1 V"
+    rows = faults.rows_of(state(type_=sf.F32), what)
+    turns = np.arange(N)[:, None] // period
+    text = rows[np.arange(N) % period] + 0.6 * turns * rows[np.arange(N) % period + period]
+    reference = faults.put(state(type_=sf.F32), what, text.astype(np.float32))
+    late = np.where(turns < 3, text, np.roll(text, period, axis=0))
+    found = diff(faults.put(reference, what, late.astype(np.float32)), reference, tolerance=0.2)
+    assert off(found) == {what: None}
+
+
 def test_compare_without_causes_measures_only() -> None:
     """The figures are there, the search is left out."""
     plant, wanted = PLANTED["rope-twice"]

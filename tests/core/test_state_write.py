@@ -100,7 +100,7 @@ def written(state: StateFile, source: bytes | mmap.mmap) -> bytes:
     return bytes(out)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(file=described())
 def test_rewrite_any_state_is_byte_equal(file: Described) -> None:
     """Reading keeps all that the file says: written again it is the same, by layout or without."""
@@ -113,7 +113,7 @@ def test_rewrite_any_state_is_byte_equal(file: Described) -> None:
     assert state.tokens.tolist() == file.tokens
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(file=described(), draw=st.data())
 def test_parse_cut_anywhere_is_refused_by_its_layout(file: Described, draw: st.DataObject) -> None:
     """No beginning of a file is its decoder's, but one that lacks the whole appendix."""
@@ -164,7 +164,7 @@ def parse_within(source: Source, most_bytes: int, like: Layout | None = None) ->
         assert peak < most_bytes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(file=described(), draw=st.data())
 def test_parse_damaged_file_is_refused_or_read_whole(file: Described, draw: st.DataObject) -> None:
     """Whatever is in a file: StateFileError, or a reading that accounts for every byte of it."""
@@ -367,7 +367,7 @@ def tensors(state: StateFile, data: bytes) -> Iterator[bytes]:
             yield data[block.offset : block.offset + block.n_bytes]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(file=described())
 def test_write_state_is_the_file_that_the_decoder_saves(file: Described) -> None:
     """From layout, tokens and data comes the file of slot 0 of such a decoder, listed plainly."""

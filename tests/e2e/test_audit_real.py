@@ -85,7 +85,7 @@ def test_audit_spoiled_handoffs_are_found_named_and_end_the_providers_service(
     """Honest ones are fine to the bit; a stale row, a shifted layer and a head that is one percent
     off are each a strike that names the layer; the third ends its service until the reset."""
     daemon = audited.daemon
-    for prompt in (RHYME, DAYS, "Once upon a time"):
+    for prompt in (RHYME, DAYS):
         assert audited.hand_off(HONEST, prompt)["outcome"] == "used"
         last = audited.audit()["last"]
         assert (last["ok"], last["error"]) == (True, 0.0)
@@ -97,7 +97,7 @@ def test_audit_spoiled_handoffs_are_found_named_and_end_the_providers_service(
         found = audited.audit()
         assert (found["strikes"], found["last"]["ok"]) == (strikes, False)
         assert (found["last"]["layer"], found["last"]["part"]) == (LAYER, "K")
-        if strikes < 3:
+        if strikes == 1:
             assert audited.hand_off(HONEST, DAYS)["outcome"] == "used"
             assert audited.audit()["strikes"] == strikes
 

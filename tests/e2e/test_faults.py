@@ -116,12 +116,7 @@ PROVIDER_FAULTS = [
     Fault("ignores-sigterm", "ignore_term", "provider_timeout", "within 3 s"),
     Fault("writes-nothing", "no_file", "provider_no_file", "wrote no state file", stream=True),
     Fault("half-a-file", "half", "bad_state", "", stream=True),
-    Fault("one-byte-short", "short_by:1", "bad_state", ""),
-    Fault("trailing-bytes", "trailing", "bad_state", ""),
-    Fault("empty", "empty", "bad_state", "ends at byte 0"),
     Fault("symlink", "symlink", "bad_state", "symbolic link", stream=True),
-    Fault("fifo", "fifo", "bad_state", "not a regular file"),
-    Fault("directory", "directory", "bad_state", "not a regular file"),
     Fault("still-open", "grandchild_holds_file", "bad_state", "open for writing", stream=True),
     Fault("nan", "nan", "bad_state", "a NaN or an infinity"),
     Fault("floods-and-exits", "flood,exit:3", "provider_exit", "no XDNA device"),
@@ -142,13 +137,6 @@ PROVIDER_FAULTS = [
         "bad_state",
         "",
         damage=lambda rig: with_other_ids(rig.state_of(RHYME), rig.prepared.ids[RHYME][:-1]),
-    ),
-    Fault(
-        "wrong-version",
-        "ok",
-        "bad_state",
-        "version",
-        damage=lambda rig: rig.state_of(RHYME)[:4] + b"\x09" + rig.state_of(RHYME)[5:],
     ),
 ]
 

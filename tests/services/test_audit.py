@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import structlog
 import trio
+import trio.testing
 
 from onebitd.adapters.audit_files import AuditFiles
 from onebitd.adapters.llama_server import LlamaServer, Restored
@@ -24,9 +25,11 @@ from onebitd.core import audit as audit_core
 from onebitd.core import state_compare, state_file
 from onebitd.core.config import Policy
 from onebitd.core.config_resolve import resolve
+from onebitd.core.errors import RequestError
 from onebitd.core.state_layout import Layout
 from onebitd.services import audit as audit_service
 from onebitd.services.audit import Audits
+from onebitd.services.supervisor import BackendFacts
 from tests.core.state_files import Kv, Recr, build
 from tests.harness import STANDINS
 from tests.services.rig import Home, home
@@ -192,7 +195,9 @@ async def test_audit_drift_is_a_strike_and_the_last_one_takes_the_provider_out_o
 
         runs, targets = len(it.rig.history.recent(100)), len(it.targets())
         asked = await it.rig.ask(PROMPT)
-        assert it.targets()[targets:][-2] == "erase"  # the prompt is in the slot, from that provider
+        assert (
+            it.targets()[targets:][-2] == "erase"
+        )  # the prompt is in the slot, from that provider
         await it.rig.ask(PROMPT)
         assert it.targets()[targets:].count("erase") == 1
         assert asked.end == ("skipped", "breaker_open")
@@ -211,6 +216,75 @@ async def test_audit_drift_is_a_strike_and_the_last_one_takes_the_provider_out_o
         again = it.audits.reset()
         assert (again.strikes, again.breaker) == (0, "closed")
         await it.wait_audited(4)
+
+
+async def test_audit_drift_leaves_nothing_to_decode_from(place: Home) -> None:
+    """The first strike already: a prompt that is not handed off would go on from that cache."""
+    async with auditing(place, spoils=True) as it:
+        it.spoil("shift_layer")
+        await it.rig.ask(PROMPT)
+        await it.wait_audited()
+        assert it.audits.out_of_service is None
+        asked = await it.rig.ask(PROMPT, policy=Policy.NEVER)
+        assert asked.record["cached_tokens"] == 0
+        asked = await it.rig.ask(PROMPT, policy=Policy.NEVER)
+        assert asked.record["cached_tokens"] > 0
+        await it.rig.ask(PROMPT)
+        await it.wait_audited(2)
+        assert (await it.rig.ask(PROMPT + "!")).end == ("used", None)
+        asked = await it.rig.ask(PROMPT, policy=Policy.NEVER)
+        assert asked.record["cached_tokens"] > 0  # what the next handoff brought is as good as any
+
+
+async def test_audit_that_ends_after_another_provider_came_is_no_strike_of_it(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the old one handed over says nothing about the new one."""
+    async with auditing(place, spoils=True) as it:
+        it.spoil("shift_layer")
+        real, compared = state_compare.compare, trio.Event()
+
+        def compare(*args: Any, **options: Any) -> state_compare.StateDiff:
+            found = real(*args, **options)
+            before = it.rig.handoffs.config
+            other = dataclasses.replace(before.provider, timeout_s=21)
+            changed = dataclasses.replace(before, provider=other)
+            trio.from_thread.run_sync(it.audits.reconfigure, changed)
+            trio.from_thread.run_sync(compared.set)
+            return found
+
+        monkeypatch.setattr(state_compare, "compare", compare)
+        await it.rig.ask(PROMPT)
+        with trio.fail_after(20):
+            await compared.wait()
+        await it.wait_done()
+        assert it.audits.warning is None
+
+
+async def test_audit_slot_put_aside_of_a_decoder_that_is_gone_is_forgotten(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of no use to the successor, and trying again at once would keep the loop busy."""
+    tries = 0
+
+    async def refuse(patience_s: float | None = None) -> BackendFacts:
+        nonlocal tries
+        tries += 1
+        raise RequestError(503, "the decoder is not running")
+
+    async with auditing(place, "--prefill-delay-per-token", "0.002") as it:
+        await interrupted(it)
+        ticket = it.rig.admission.enter("holder")
+        await wait_for(lambda: it.rig.admission.loan is None, "the loan's end")
+        config = it.rig.handoffs.config
+        none = dataclasses.replace(config.handoff, audit=0.0)
+        it.audits.reconfigure(dataclasses.replace(config, handoff=none))
+        assert len(files(place)) == 1
+        monkeypatch.setattr(it.rig.supervisor, "wait_ready", refuse)
+        ticket.leave()
+        await wait_for(lambda: files(place) == [], "no file")
+        await trio.testing.wait_all_tasks_blocked()
+        assert tries == 1
 
 
 async def test_audit_fault_that_was_always_there_is_found_by_the_first_audit(place: Home) -> None:

@@ -8,18 +8,26 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from onebitd.conformance import judge, page, prompts
+from onebitd.conformance.bench import Bench, CaseRun, ModelFacts
 from onebitd.conformance.cases import CASES
 from onebitd.conformance.decoder import Reply, Token
 from onebitd.conformance.judge import Finding, Verdict
 from onebitd.conformance.provider_run import Ended, Invocation, ProviderRun, file_problem
 from onebitd.conformance.watch import DirectoryWatch
+from onebitd.core import state_file
+from onebitd.core.state_baseline import learn_baseline
 from onebitd.core.state_compare import StateDiff, TensorDiff
+from tests.core import state_faults as faults
+from tests.core.state_files import Kv
 from tests.llama_builds import ROOT
+from tests.surfaces.test_cli_state import TOKENS, filled
 from tests.tiny_models import TINY_MODELS, write
 
 CLEAN = Ended(
@@ -117,6 +125,37 @@ def test_provider_check_help_needs_no_numpy() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def bench(home: Path, **facts: Any) -> Bench:
+    """Return a bench without a decoder, which keeps everything below `home`."""
+    (home / "slots").mkdir()
+    nobody = dict.fromkeys(field.name for field in dataclasses.fields(Bench))
+    decoder = types.SimpleNamespace(slots=home / "slots")
+    return Bench(**{**nobody, "decoder": decoder, "logs": home, "keep": home / "kept", **facts})
+
+
+def test_bench_state_problem_is_what_the_daemon_would_say_of_the_values_too(
+    tmp_path: Path,
+) -> None:
+    """A row that was not written is refused as in service."""
+    shape = Kv(3, width=64)
+    own, path = filled(shape, tokens=[1, 2, 3]), tmp_path / "a.state"
+    state = state_file.parse(own)
+    facts = {"layout": state.layout, "baseline": learn_baseline(own, state)}
+    kit = bench(tmp_path, **facts, model=ModelFacts(None, None, None))
+    path.write_bytes(filled(shape))
+    assert kit.state_problem(path, TOKENS) is None
+    path.write_bytes(faults.plant(filled(shape), "layer 1 V", faults.zeroed(5, 5)))
+    assert "layer 1 V, cell 5: every value is zero" in str(kit.state_problem(path, TOKENS))
+
+
+def test_case_run_keeps_what_can_be_kept(tmp_path: Path) -> None:
+    """A provider that left a FIFO is judged on, and the rest of its files is there."""
+    invocation = Invocation("/bin/true", "m.gguf", None, {}, str(tmp_path), 5.0)
+    with CaseRun(bench(tmp_path, invocation=invocation), "short", b"1\n") as run:
+        os.mkfifo(run.out)
+    assert [path.name for path in (tmp_path / "kept" / "short").iterdir()] == ["tokens.txt"]
 
 
 # --- verdicts -------------------------------------------------------------------------------

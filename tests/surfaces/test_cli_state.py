@@ -113,8 +113,8 @@ def test_diff_within_the_tolerance_shows_the_worst_tensor(state: Runs) -> None:
 
 
 def test_diff_of_a_head_a_hundredth_too_large_is_off_when_heads_are_known(state: Runs) -> None:
-    """The scale of a head has a tolerance of its own."""
-    good = filled(KV)
+    """The scale of a head has a tolerance of its own, and takes 16 positions."""
+    good = filled(KV, tokens=range(16))
     a = state.file("a", faults.plant(good, "layer 2 V", faults.scaled_head(1, 32, 1.01)))
     b = state.file("b", good)
     assert state("diff", a, b)[0] == 0
@@ -123,6 +123,8 @@ def test_diff_of_a_head_a_hundredth_too_large_is_off_when_heads_are_known(state:
     assert "head 1 has 1.01 times the reference's size" in out
     assert "suspected: head 1 is scaled by 1.01" in out
     assert state("diff", a, b, "--head-dim", "32", "--scale-tolerance", "0.02")[0] == 0
+    status, _, err = state("diff", a, b, "--head-dim", "32", "--positions", ":15")
+    assert (status, "sizes of heads were not compared: that takes 16 positions" in err) == (0, True)
 
 
 def test_diff_positions_restricts_the_rows(state: Runs) -> None:
@@ -369,6 +371,41 @@ def test_check_of_a_bad_file_says_what_the_daemon_would(state: Runs) -> None:
         assert says in err
         found = state.json("check", path, *arguments)
         assert (found["ok"], says in found["problem"]) == (False, True)
+
+
+def test_check_like_a_decoders_own_looks_at_the_values_as_the_daemon_does(state: Runs) -> None:
+    """A row that was not written, or a size no model computes, is refused in the daemon's words."""
+    like = state.file("like", filled(KV, tokens=[1, 2, 3]))
+    for fault, says in (
+        (faults.zeroed(7, 7), "layer 1 V, cell 7: every value is zero"),
+        (lambda rows: rows * 5000, "layer 1 V: a value of"),
+    ):
+        path = state.file("a", faults.plant(filled(KV), "layer 1 V", fault))
+        assert state("check", path)[0] == 0
+        status, _, err = state("check", path, "--like", like)
+        assert status == 1
+        assert says in err
+
+
+def test_check_of_a_window_of_unknown_length_takes_any_tail_and_says_so(state: Runs) -> None:
+    """With a decoder's file too: whoever knows the length is asked for it."""
+    sections = (KV, sf.Kv(2, width=32, last=4))
+    like = state.file("like", filled(KV, sf.Kv(2, width=32), tokens=[1, 2, 3]))
+    path = state.file("a", filled(*sections))
+    status, _, err = state("check", path, "--like", like)
+    assert (status, "give --model or --swa-window" in err) == (0, True)
+    status, _, err = state("check", path, "--like", like, "--swa-window", "4")
+    assert (status, err) == (0, "")
+    assert state("check", path, "--like", like, "--swa-window", "5")[0] == 1
+
+
+def test_check_like_reads_a_file_that_alone_is_ambiguous(state: Runs) -> None:
+    """One token, whose id is in its cell, may be taken for a number of layers."""
+    shape = sf.Kv(3, width=64, ext_bytes=12)
+    path = state.file("a", sf.build([7], [shape], version=4))
+    like = state.file("like", sf.build([1, 2, 3], [shape], version=4))
+    assert "2 ways" in state("check", path)[2]
+    assert state("check", path, "--like", like)[0] == 0
 
 
 def test_check_window_needs_as_many_cells_as_the_model_looks_back(state: Runs) -> None:
