@@ -39,6 +39,8 @@ class Measured(Protocol):
     @property
     def row_error(self) -> float: ...
     @property
+    def rms_error(self) -> float: ...
+    @property
     def worst_pos(self) -> int: ...
     @property
     def first_off(self) -> int | None: ...
@@ -61,7 +63,9 @@ class Verdict:
         layer, part, what: the tensor that is shown: the first that is off, else the worst.
         error: its largest relative row error.
         position: where it is first off, else where its error is largest.
+        from_there: it is off from that position on, by rows that are above the tolerance.
         cause: a sentence, None when none fits.
+        worst: the tensor with the largest row error of all that are off, and that error.
         off: how many tensors are off.
         of: how many were compared.
     """
@@ -72,7 +76,9 @@ class Verdict:
     what: str
     error: float
     position: int
+    from_there: bool
     cause: str | None
+    worst: tuple[str, float]
     off: int
     of: int
 
@@ -80,10 +86,15 @@ class Verdict:
         """Return what was found, for a log line and a refusal."""
         if self.ok:
             return f"largest error {self.error:.2g} ({self.what}, position {self.position})"
-        words = f"{self.what} is off by {self.error:.2g} from position {self.position} on"
+        where = "from position {} on" if self.from_there else "at most, at position {}"
+        words = f"{self.what} is off by {self.error:.2g} {where.format(self.position)}"
         if self.cause is not None:
             words += f": {self.cause}"
-        return words + (f"; {self.off} of {self.of} tensors are off" if self.off > 1 else "")
+        if self.off > 1:
+            words += f"; {self.off} of {self.of} tensors are off"
+        if self.worst[0] != self.what:
+            words += f", {self.worst[0]} most, by {self.worst[1]:.2g}"
+        return words
 
 
 def is_sampled(share: float, draw: float) -> bool:
@@ -143,10 +154,14 @@ def quiet_s(interruptions: int) -> float:
     return float(min(LAST_QUIET_S, FIRST_QUIET_S * 2.0 ** min(interruptions, 30)))
 
 
-def judge(tensors: Sequence[Measured]) -> Verdict | None:
+def judge(tensors: Sequence[Measured], tolerance: float) -> Verdict | None:
     """Return the verdict on a comparison; None when no tensor was compared.
 
     Of what is off, the first layer is shown, not the worst: a fault spreads to the layers behind.
+
+    Args:
+        tensors: as compared.
+        tolerance: `handoff.audit_tolerance`, with which they were.
     """
     if not tensors:
         return None
@@ -161,17 +176,21 @@ def judge(tensors: Sequence[Measured]) -> Verdict | None:
         what=shown.what,
         error=shown.row_error,
         position=first,
-        cause=shown.cause or _scale_words(shown),
+        from_there=shown.first_off is not None,
+        cause=shown.cause or _other_limit(shown, tolerance),
+        worst=max(((one.what, one.row_error) for one in off or [shown]), key=lambda one: one[1]),
         off=len(off),
         of=len(tensors),
     )
 
 
-def _scale_words(tensor: Measured) -> str | None:
-    """Name the head whose scale alone can be what is off."""
-    if tensor.within or tensor.first_off is not None or tensor.head is None:
+def _other_limit(tensor: Measured, tolerance: float) -> str | None:
+    """Say which limit a tensor is beyond, if no single row of it is above the tolerance."""
+    if tensor.within or tensor.first_off is not None:
         return None
-    return f"head {tensor.head} is scaled by {tensor.head_scale:.4f}"
+    if tensor.head is not None and abs(tensor.head_scale - 1) > scale_tolerance(tolerance):
+        return f"head {tensor.head} is scaled by {tensor.head_scale:.4f}"
+    return f"the root mean square of its rows' errors is {tensor.rms_error:.2g}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -65,8 +65,8 @@ class TensorDiff:
         worst_pos: the position of that.
         first_off: the first position whose row error is above the tolerance.
         head_scale: a's scale onto b, of the head where it is furthest from 1; 1.0 where heads are
-            not known or positions are fewer than `LEAST_SCALE_POSITIONS`. It is the least-squares
-            scale for errors in both (reduced major axis), which an honest drift moves least.
+            not known or the compared positions are too few. It is the least-squares scale for
+            errors in both (reduced major axis), which an honest drift moves least.
         head: that head; None where no scale is judged.
         cause: what may be wrong, as a sentence.
         within: row error, a third of the tolerance for their root mean square, and head scale.
@@ -121,6 +121,7 @@ def compare(
     *,
     tolerance: float = DEFAULT_TOLERANCE,
     scale_tolerance: float = DEFAULT_SCALE_TOLERANCE,
+    scale_positions: int = LEAST_SCALE_POSITIONS,
     head_dim: int | None = None,
     positions: range | None = None,
     causes: bool = True,
@@ -132,6 +133,7 @@ def compare(
         b, b_source: the reference.
         tolerance: the largest relative row error that passes.
         scale_tolerance: how far a head's scale may be from 1.
+        scale_positions: of fewer positions no scale is judged.
         head_dim: values of one head's row; None if it is not known, then no scale is judged.
         positions: only these.
         causes: look for what may be the cause in tensors that are off.
@@ -140,7 +142,7 @@ def compare(
         StateFileError: a file became shorter meanwhile.
     """
     pairing = pair_up(a, a_source, b, b_source, positions)
-    limits = _Limits(tolerance, scale_tolerance, head_dim)
+    limits = _Limits(tolerance, scale_tolerance, scale_positions, head_dim)
     measured = [_measure(pair, limits) for pair in pairing.pairs]
     off = {number: rows for number, (_, rows) in enumerate(measured) if rows is not None}
     tensors = [tensor for tensor, _ in measured]
@@ -162,6 +164,7 @@ def row_errors(pair: Pair) -> npt.NDArray[np.float64]:
 class _Limits:
     row: float
     scale: float
+    scale_positions: int
     head_dim: int | None
 
 
@@ -171,7 +174,7 @@ def _measure(pair: Pair, limits: _Limits) -> tuple[TensorDiff, OffRows | None]:
     flags = errors > limits.row
     off = np.flatnonzero(flags)
     worst = int(errors.argmax())
-    head, scale = sums.worst_head()
+    head, scale = sums.worst_head() if len(errors) >= limits.scale_positions else (None, 1.0)
     rms = float(np.sqrt(np.mean(errors**2)))
     rows_pass = not len(off) and rms <= limits.row / RMS_PART
     within = rows_pass and abs(scale - 1) <= limits.scale
@@ -263,7 +266,7 @@ class _Sums:
 
     def worst_head(self) -> tuple[int | None, float]:
         """Return the head whose scale is furthest from 1, and the scale."""
-        if not self.has_heads or len(self.norm) < LEAST_SCALE_POSITIONS:
+        if not self.has_heads:
             return None, 1.0
         square = np.divide(self.aa, self.bb, out=np.ones_like(self.aa), where=self.bb > 0)
         scales = np.where(self.ab < 0, -1, 1) * np.sqrt(square)

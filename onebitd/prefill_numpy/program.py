@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import onebitd
+from onebitd.core import provider_contract
 from onebitd.core.state_layout import Layout
 from onebitd.core.state_sections import VERSIONS
 from onebitd.core.state_write import write_state
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from onebitd.prefill_share import Share
 
 PROGRAM = "onebit-prefill-numpy"
-EXAMPLE_VARIABLE = "ONEBIT_STATE_EXAMPLE"
+EXAMPLE_VARIABLE = provider_contract.STATE_EXAMPLE_VARIABLE
 
 EPILOG = f"""\
 environment (a flag wins over its variable):
@@ -105,7 +106,7 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     add(
         "--like",
         metavar="STATE_FILE",
-        default=environ.get("ONEBIT_STATE_EXAMPLE") or None,
+        default=environ.get(EXAMPLE_VARIABLE) or None,
         help="a state file that the decoder saved for the same model: version, types and "
         "transposition are read there (default: what onebitd says; without either f16 and flash "
         "attention)",

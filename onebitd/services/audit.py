@@ -111,6 +111,7 @@ class Audits:
         self._draw = draw
         self._ledger = audit.Ledger()
         self._evidence: Evidence | None = None
+        self._compared: Evidence | None = None  # both states are there: its audit comes to an end
         self._aside: _Aside | None = None
         self._doubted = False  # the slot may hold a cache that drifts
         self._news = trio.Event()
@@ -191,6 +192,8 @@ class Audits:
             if name is not None:
                 self._files.remove(name)
             return
+        if self._evidence is not None and self._evidence is not self._compared:
+            self._ledger.given_up += 1
         self._drop()
         self._evidence = Evidence(
             request_id, tuple(tokens), layout, name, holder, trio.current_time() + LIFE_S
@@ -331,14 +334,16 @@ class Audits:
                 again = evidence.interruptions + 1
                 self._evidence = dataclasses.replace(evidence, interruptions=again)
             return
+        self._compared = evidence
         try:
             diff = await trio.to_thread.run_sync(self._diff, evidence, ours, abandon_on_cancel=True)
         finally:
+            self._compared = None
             self._files.remove(ours)
         if self._config.provider != provider:
             return  # a reload came: it says nothing about the new one
-        verdict = audit.judge(diff.tensors)
-        if verdict is None:
+        verdict = audit.judge(diff.tensors, self._config.handoff.audit_tolerance)
+        if verdict is None or (verdict.ok and not diff.within):
             raise _GivenUp("; ".join(diff.notes) or "there was nothing to compare")
         if self._evidence is evidence:
             self._drop()
@@ -449,6 +454,7 @@ class Audits:
                     b,
                     tolerance=handoff.audit_tolerance,
                     scale_tolerance=audit.scale_tolerance(handoff.audit_tolerance),
+                    scale_positions=1,  # whoever is off by less than that tolerance is exact
                     head_dim=self._supervisor.head_dim,
                     positions=range(len(evidence.tokens)),
                     causes=causes,
@@ -464,7 +470,8 @@ class Audits:
         strikes = self._config.handoff.audit_strikes
         line = f"audit of handoff {evidence.request_id}: {verdict.words()}"
         if not verdict.ok:
-            line += f" (strike {self._ledger.strikes} of {strikes})"
+            tolerance = self._config.handoff.audit_tolerance
+            line += f" (strike {self._ledger.strikes} of {strikes}; audit_tolerance {tolerance:g})"
         write = log.info if verdict.ok else log.warning
         write(
             "audit",
