@@ -35,15 +35,19 @@ endif
 # built once, for those that look into it too; the others are there so that both take as long. What
 # this half says comes at its end.
 SIDE_TESTS := tests/systemd tests/repo/test_deb.py tests/contract \
-	$(addprefix tests/e2e/test_,prefill_llama.py prefill_share.py shared_route.py shared_route_real.py)
+	$(addprefix tests/e2e/test_,conformance.py damages_real.py prefill_llama.py prefill_numpy.py \
+	prefill_share.py shared_route.py shared_route_real.py)
+
+# The log tells where the time goes.
+SLOWEST := --durations=25 --durations-min=5
 
 test-rest:
-	@$(BIN)/python -m pytest $(addprefix --ignore=,$(SIDE_TESTS))
+	@$(BIN)/python -m pytest $(SLOWEST) $(addprefix --ignore=,$(SIDE_TESTS))
 
 test-side:
 	@mkdir -p $(VENV)/boxes
 	@$(BIN)/python -m tests.tools.fetch_boxes
-	@$(BIN)/python -m pytest -p no:cacheprovider $(SIDE_TESTS) >$(VENV)/boxes/test.log 2>&1; \
+	@$(BIN)/python -m pytest $(SLOWEST) -p no:cacheprovider $(SIDE_TESTS) >$(VENV)/boxes/test.log 2>&1; \
 		status=$$?; cat $(VENV)/boxes/test.log; exit $$status
 
 demo: $(VENV)/.installed ## serve a small model with a handoff (ONCE=1: one request, then stop)
