@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
+import functools
 import os
 import secrets
 import shutil
-import signal
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,10 @@ from typing import Final
 
 import trio
 
-from onebitd.adapters.state_reader import OpenFile
+from onebitd.adapters import leases
+from onebitd.adapters.directory_watch import DirectoryWatch
+from onebitd.adapters.early_check import EarlyCheck
+from onebitd.adapters.state_reader import OPEN_FLAGS, OpenFile, has_one_name
 from onebitd.core import provider_contract
 from onebitd.core.errors import ConfigError, HandoffError, StateFileError
 from onebitd.core.handoff import Reason
@@ -175,16 +177,35 @@ class RunFiles:
             ) from error
         return str(path)
 
+    def early_check(
+        self,
+        watch: DirectoryWatch,
+        layout: Layout,
+        tokens: Sequence[int],
+        swa_window: int | None,
+        baseline: Baseline | None = None,
+    ) -> EarlyCheck:
+        """Return what checks the state file beside the provider's end, for `take_state`.
+
+        Args:
+            watch: see `EarlyCheck`; the rest as for `state_check.check`.
+        """
+        what = (layout, tuple(tokens), swa_window, baseline)
+        return EarlyCheck(Path(self.state_path), watch, lambda file: file.check(*what))
+
     async def take_state(
         self,
         layout: Layout,
         tokens: Sequence[int],
         swa_window: int | None,
         baseline: Baseline | None = None,
+        *,
+        early: EarlyCheck | None = None,
     ) -> tuple[str, int]:
         """Check the provider's state file off the event loop and move it into place.
 
-        Args: as for `state_check.check`.
+        Args: as for `state_check.check`, and what `early_check` returned for the same, if it was
+            running beside the provider: a file that it vouches for is not read again.
 
         Returns:
             The name in the slot directory, and the size in bytes. The caller removes the file.
@@ -195,18 +216,13 @@ class RunFiles:
         A cancel leaves the check to end by itself in its thread, soon; the file stays in the run's
         directory.
         """
+        if early is not None:
+            await early.wait_ended()
         descriptor = _open_state(self.state_path)
         try:
             identity = os.fstat(descriptor)
-            checked = OpenFile(os.dup(descriptor))
-            try:
-                await trio.to_thread.run_sync(
-                    _check,
-                    *(checked, layout, tuple(tokens), swa_window, baseline),
-                    abandon_on_cancel=True,
-                )
-            finally:
-                checked.give_up()
+            if early is None or not early.vouches_for(identity):
+                await _check(os.dup(descriptor), layout, tuple(tokens), swa_window, baseline)
             name = self._slots.new_name()
             target = self._slots.path / name
             os.fchmod(descriptor, 0o600)
@@ -233,9 +249,8 @@ class RunFiles:
 
 
 def _open_state(path: str) -> int:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, OPEN_FLAGS)
     except FileNotFoundError:
         raise HandoffError(
             Reason.PROVIDER_NO_FILE, "the provider ended with status 0 and wrote no state file"
@@ -244,8 +259,7 @@ def _open_state(path: str) -> int:
         what = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
         raise HandoffError(Reason.BAD_STATE, f"cannot open the state file: {what}") from error
     try:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
+        if not has_one_name(os.fstat(descriptor)):
             raise HandoffError(
                 Reason.BAD_STATE, "the state file is not a regular file with one name"
             )
@@ -257,16 +271,14 @@ def _open_state(path: str) -> int:
 
 
 def _refuse_writers(descriptor: int) -> None:
-    """See that nobody has the file open for writing: it could change, or shrink under the mapping.
+    """See that nobody has the file open for writing: it could change while it is read, or after.
 
     A read lease is granted only then (fcntl(2)); it is given back at once. File systems without
     leases answer EINVAL: there the end of the provider's process group has to do.
     """
     try:
-        # SIGIO's default would end the process if somebody opened the file just now.
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # type: ignore[attr-defined,unused-ignore]
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        leases.take(descriptor)
+        leases.give_back(descriptor)
     except OSError as error:
         if error.errno == errno.EAGAIN:
             raise HandoffError(
@@ -274,21 +286,26 @@ def _refuse_writers(descriptor: int) -> None:
             ) from error
 
 
-def _check(
-    checked: OpenFile,
+async def _check(
+    descriptor: int,
     layout: Layout,
     tokens: tuple[int, ...],
     swa_window: int | None,
     baseline: Baseline | None,
 ) -> None:
+    """Check a file in another thread; closes the descriptor, whatever happens."""
+    file = OpenFile(descriptor)
+    check = functools.partial(file.check, layout, tokens, swa_window, baseline)
     try:
-        checked.check(layout, tokens, swa_window, baseline)
+        await trio.to_thread.run_sync(check, abandon_on_cancel=True)
     except StateFileError as error:
         raise HandoffError(Reason.BAD_STATE, str(error)) from error
     except OSError as error:
         raise HandoffError(
             Reason.BAD_STATE, f"the state file cannot be read: {error.strerror}"
         ) from error
+    finally:
+        file.give_up()
 
 
 def _write_private(path: Path, data: bytes) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -18,10 +19,17 @@ from onebitd.core.errors import StateFileError
 from onebitd.core.state_data import CHUNK_BYTES, Baseline, Piece
 from onebitd.core.state_layout import Layout
 
+OPEN_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+"""Whatever a provider left under a state file's name, it is opened without following or waiting."""
 _MAX_THREADS: Final = 4
 _BYTES_FOR_A_THREAD: Final = 16 << 20
 """A small file gains tenths of a millisecond by a second thread and may lose several: the kernel
 may take the processor from the one that holds the interpreter's lock."""
+
+
+def has_one_name(info: os.stat_result) -> bool:
+    """Tell whether this is a regular file that nobody can reach by a second name."""
+    return stat.S_ISREG(info.st_mode) and info.st_nlink == 1
 
 
 class OpenFile:

@@ -12,25 +12,27 @@ from onebitd.adapters import directory_watch, leases
 _ENDED_STATES: Final = (b"Z", b"X")
 
 
-class DirectoryWatch(directory_watch.DirectoryWatch):
+class DirectoryWatch:
     """Records what happens to the names of one directory; `close` it.
 
     Where there is no inotify (none left for this user), it has seen nothing and `works` is False.
     """
 
     def __init__(self, directory: Path) -> None:
+        self._watch = directory_watch.DirectoryWatch()
         mask = directory_watch.MODIFY | directory_watch.CLOSE_WRITE
-        super().__init__(directory, mask | directory_watch.MOVED_TO | directory_watch.CREATE)
-        self._events: list[tuple[int, str]] = []
+        mask |= directory_watch.MOVED_TO | directory_watch.CREATE
+        self.works = self._watch.add(directory, mask) is not None
+        self._events: list[directory_watch.Event] = []
 
     def written_in_place(self, name: str) -> bool:
         """Say whether a file was written while it had this name.
 
         A rename or a link of a finished file is not; neither is a close without a write after one.
         """
-        self._events += self.read()
+        self._events += self._watch.read()
         created = False
-        for mask, found in self._events:
+        for _, mask, found in self._events:
             if found != name:
                 continue
             closed = created and mask & directory_watch.CLOSE_WRITE
@@ -38,6 +40,11 @@ class DirectoryWatch(directory_watch.DirectoryWatch):
                 return True
             created = created or bool(mask & directory_watch.CREATE)
         return False
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        self._watch.close()
+        self.works = False
 
 
 def group_members(group: int) -> list[int]:

@@ -13,6 +13,7 @@ import trio
 
 from onebitd.adapters.bad_states import BadStates
 from onebitd.adapters.device_lock import DeviceLock
+from onebitd.adapters.directory_watch import DirectoryWatch
 from onebitd.adapters.process import Child, Guard
 from onebitd.adapters.provider_process import run_provider
 from onebitd.adapters.share_listener import Shared
@@ -67,6 +68,7 @@ class ProviderRuns:
         self._environ = environ
         self._swa_window = swa_window
         self._llama_server = llama_server
+        self._watch = DirectoryWatch()  # of the one run
         self._turn = trio.Lock()  # one run at a time, in the line's order
         self._in_use: DeviceLock | None = None  # the lock that the run or the stuck one has
         self._stuck: Child | None = None
@@ -86,6 +88,7 @@ class ProviderRuns:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Hold the lock for the daemon's life if so configured, and reap runs that got stuck."""
+        self._watch.open()
         try:
             self._clear_stale_line()
             why_not = await self.hold_for_life(self._config.lock.wait_s)
@@ -98,6 +101,7 @@ class ProviderRuns:
                 nursery.start_soon(self._bad_states.run)
         finally:
             self._ended = True
+            self._watch.close()
             for lock in (self._lock, self._in_use):
                 if lock is not None:
                     lock.release()
@@ -246,10 +250,13 @@ class ProviderRuns:
                     model=config.model.path,
                     elfs=config.provider.elfs,
                 )
-                await self._run_locked(argv, record, ticket, config)
+                wanted = (layout, tokens, self._swa_window, baseline)
+                early = run.early_check(self._watch, *wanted)
                 try:
-                    with timed(record, "check_ms"):
-                        return await run.take_state(layout, tokens, self._swa_window, baseline)
+                    async with early.running():
+                        await self._run_locked(argv, record, ticket, config)
+                        with timed(record, "check_ms"):
+                            return await run.take_state(*wanted, early=early)
                 except HandoffError as error:
                     if error.reason is Reason.BAD_STATE:
                         self._bad_states.take(

@@ -268,6 +268,7 @@ def test_what_would_change_the_decoder_behind_onebitds_back_is_forbidden(
         ("wrong_version", "bad_state", "version"),
         ("shifted", "bad_state", "position"),
         ("nan", "bad_state", "NaN or an infinity"),
+        ("rewrite:1/2/3", "bad_state", f"holds 3 tokens, {N - 1} were handed over"),
         ("symlink", "bad_state", "symbolic link"),
         ("fifo", "bad_state", "regular file"),
         ("directory", "bad_state", "regular file"),

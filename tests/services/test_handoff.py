@@ -23,7 +23,7 @@ from onebitd.adapters import llama_server, provider_process
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.llama_server import LlamaServer, Restored
 from onebitd.adapters.process import Child
-from onebitd.core import request, state_file
+from onebitd.core import request, state_check, state_file
 from onebitd.core.config import Policy
 from onebitd.core.config_resolve import resolve
 from onebitd.core.errors import BackendError, RequestError
@@ -242,6 +242,29 @@ async def test_exchange_prompt_is_handed_over_and_the_decoder_evaluates_one_toke
             b"restore",
         ]
         assert rig.nothing_is_left()
+
+
+async def test_exchange_state_file_is_checked_while_its_provider_closes_down(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The provider waits for the check, as for a device that takes its time; nothing is read twice.
+
+    Without an early check it waits until its time is up.
+    """
+    real, checked = state_check.plan, []
+
+    def plan(*args: object, **more: object) -> object:
+        checked.append(args)
+        (place.path / "checked").touch()
+        return real(*args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(state_check, "plan", plan)
+    async with rigged(place) as rig:
+        rig.mode(f"linger:{place.path}/checked")
+        asked = await rig.ask()
+        assert asked.end == ("used", None)
+        assert rig.nothing_is_left()
+    assert len(checked) == 1
 
 
 async def test_exchange_provider_gets_the_ids_less_the_last_and_the_lock_held_for_it(

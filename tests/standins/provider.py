@@ -14,6 +14,8 @@ FAKE_PREFILL_MODE  a comma list, `@FILE` to read it from a file (a missing one: 
     no_file, empty, half, short_by:N, trailing, wrong_tokens, whole_prompt (one id too many),
     wrong_version, shifted (positions), nan
                            what becomes of the state file
+    rewrite:IDS            once it has its name, written over with that of other ids (1/2/3)
+    linger:FILE            do not end before there is a file of this name
     symlink, fifo, directory
                            what lies in its place
     grandchild             leave a sleeping child in its process group
@@ -126,6 +128,17 @@ def write_state(out: Path, data: bytes, modes: Mapping[str, str]) -> None:
         out.symlink_to(real)
     else:
         real.rename(out)
+
+
+def stay(out: Path, modes: Mapping[str, str]) -> None:
+    """Do what some providers do while they close their device."""
+    if "linger" in modes:
+        while not Path(modes["linger"]).exists():
+            time.sleep(0.005)
+    if "rewrite" in modes:
+        with out.open("r+b") as file:
+            file.write(tiny_state.build([int(word) for word in modes["rewrite"].split("/")]))
+            file.truncate()
 
 
 def leave_children(out: Path, modes: Mapping[str, str]) -> None:
@@ -241,6 +254,7 @@ def main() -> int:
         return int(modes["exit"])
     out = Path(args.out)
     write_state(out, state_for(ids, modes), modes)
+    stay(out, modes)
     leave_children(out, modes)
     if log:
         append_line(log + ".end", {"pid": os.getpid(), "end": time.monotonic()})
