@@ -6,8 +6,8 @@ Why check at all: a file that is one byte short aborts llama-server, and some we
 `plan` reads what describes the data and lists the pieces of the data; `Plan.judge` looks at one of
 them, so that threads may share them. `check` does it all by itself.
 
-Cost: every byte is read once, at most `CHUNK_BYTES` at a time. One core looks at 4 to 5 GB/s of
-f16, of which most is the copy out of tmpfs; `python -m tests.bench check` measures it.
+Cost: every byte is read once, at most `CHUNK_BYTES` at a time. Most of the time is the kernel's
+copy out of tmpfs; `python -m tests.bench check` measures all of it.
 """
 
 from __future__ import annotations

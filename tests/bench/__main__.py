@@ -107,6 +107,7 @@ def handoff_rows(
             [str(prompt_tokens)]
             + [f"{median(parts[name]):.2f}" for name in PARTS]
             + [f"{median(last_token):.1f}"]
+            + [f"{median(parts['check']) / median(parts['restore']):.2f}"]
         )
     return rows, parts_rows
 
@@ -171,8 +172,14 @@ def against_decoder(parts: Sequence[str], args: argparse.Namespace, state_dir: P
             )
             say(
                 table(
-                    "The handoff's parts (reference provider: it starts a llama-server each time)",
-                    ["prompt", *(name.removesuffix("_wall") for name in PARTS), "last token"],
+                    "The handoff's parts (the provider starts a llama-server each time);\n"
+                    "check: what is left of it when the provider has ended",
+                    [
+                        "prompt",
+                        *(name.removesuffix("_wall") for name in PARTS),
+                        "last token",
+                        "check/restore",
+                    ],
                     times,
                 )
             )

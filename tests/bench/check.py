@@ -2,7 +2,8 @@
 
 The states are real rows, repeated to the number of tokens: neither the check nor the restore looks
 at what the numbers mean. Check and restore take turns, so that both see the same machine; the check
-includes its way to another thread and back, the restore is the decoder's own figure. The least of
+includes its way to another thread and back, the restore is the decoder's own figure. In a handoff
+less is left of the check, see `handoff`: it begins before the provider has ended. The least of
 all rounds counts: what else the machine does can only add to it. Processor time says what both cost
 on a machine that is busy, where threads gain nothing.
 """
@@ -87,6 +88,10 @@ def check_cost(slots: SlotFiles, state: Path, learned: Learned, tokens: Sequence
     baseline = state_baseline.learn_baseline(learned.probe, state_file.parse(learned.probe))
 
     async def take() -> Cost:
+        await once()  # the first of an event loop starts its thread
+        return await once()
+
+    async def once() -> Cost:
         run = slots.new_run([])
         os.rename(state, run.state_path)
         started, used = time.perf_counter(), time.process_time()
