@@ -104,14 +104,16 @@ class Stopped(BaseException):
 class StopSignals:
     """Turns SIGTERM, SIGINT and SIGHUP into `Stopped`, but not in the middle of a fork.
 
-    A handler that raised inside Popen would lose the new child's pid.
+    A handler that raised inside Popen would lose the new child's pid. SIGHUP stays ignored where
+    it was: under nohup(1).
     """
 
     def __init__(self) -> None:
         self._held = False
         self._pending: int | None = None
         for signum in STOP_SIGNALS:
-            signal.signal(signum, self._handle)
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+                signal.signal(signum, self._handle)
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         self._pending = signum

@@ -45,7 +45,6 @@ class Bench:
 
     Attributes:
         layout, baseline: what the decoder's own state files are like.
-        logs: a directory for the output of runs.
         keep: a directory that gets the files of each case, or None.
         report: gets each finding when it is made.
         progress: gets what is being done, as words.
@@ -58,7 +57,6 @@ class Bench:
     model: ModelFacts
     limits: Limits
     home: Path
-    logs: Path
     keep: Path | None
     signals: prefill_llama.StopSignals
     report: Callable[[Finding], None]
@@ -119,6 +117,8 @@ class CaseRun:
         self._run.close()
         if self._bench.keep is not None:
             self._save(self._bench.keep / self._case)
+        if self._run.directory.is_symlink() or self._run.directory.is_file():
+            self._run.directory.unlink(missing_ok=True)
         shutil.rmtree(self._run.directory, ignore_errors=True)
 
     def to_end(self, *, signum: int | None = None, after_s: float = 0.0) -> Ended:
@@ -128,7 +128,7 @@ class CaseRun:
 
     def start(self) -> None:
         """Start it."""
-        self._run.start(self._bench.signals, self._bench.logs)
+        self._run.start(self._bench.signals)
 
     def finish(self, *, signum: int | None = None, after_s: float = 0.0) -> Ended:
         """Wait for its end; see ProviderRun.finish."""
@@ -153,12 +153,12 @@ class CaseRun:
 
     def _copy(self, target: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(self._run.directory, target, symlinks=True, ignore=_special_files)
+        if self._run.directory.is_dir():  # unless the provider removed it
+            shutil.copytree(self._run.directory, target, symlinks=True, ignore=_special_files)
+        target.mkdir(exist_ok=True)
         target.chmod(0o700)
-        for stream in ("stdout", "stderr"):
-            log = self._bench.logs / f"{self._run.directory.name}.{stream}"
-            if log.exists():
-                shutil.copyfile(log, target / stream)
+        for stream, said in self._run.output().items():
+            (target / stream).write_bytes(said)
         if self.reference is not None:
             shutil.copyfile(self.reference, target / "reference.state")
 

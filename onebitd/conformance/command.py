@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from onebitd import prefill_llama
-from onebitd.conformance import page, watch
+from onebitd.conformance import page, prompts, space, watch
 from onebitd.conformance.bench import Bench, Limits, ModelFacts
 from onebitd.conformance.cases import CASES, run_cases
-from onebitd.conformance.decoder import Decoder, DecoderSetup
+from onebitd.conformance.decoder import Decoder, DecoderFailed, DecoderSetup
 from onebitd.conformance.judge import Finding
 from onebitd.conformance.provider_run import Invocation
 from onebitd.core import backend_args, gguf_header, provider_contract, state_compare
-from onebitd.core.errors import UsageError
+from onebitd.core.errors import OnebitError, UsageError
 from onebitd.core.gguf_header import GgufError, GgufHeader
 from onebitd.core.state_layout import Layout
 
@@ -101,6 +101,7 @@ class _Plan:
     header: GgufHeader
     cases: tuple[str, ...]
     keep: Path | None
+    temporary: Path
 
     @classmethod
     def of(cls, options: Options, environ: Mapping[str, str]) -> _Plan:
@@ -125,6 +126,8 @@ class _Plan:
         if unknown:
             raise UsageError(f"--only {unknown[0]}: the cases are {', '.join(CASES)}")
         wanted = {*options.only, *(["short"] if "repeat" in options.only else [])}
+        temporary = space.temporary_directory(environ)
+        space.require(temporary, 0)
         return cls(
             options=options,
             program=os.path.abspath(program),
@@ -134,6 +137,7 @@ class _Plan:
             header=_read_header(options.model),
             cases=tuple(case for case in CASES if not wanted or case in wanted),
             keep=None if options.keep is None else _new_directory(Path(options.keep)),
+            temporary=temporary,
         )
 
 
@@ -162,16 +166,11 @@ def _new_directory(path: Path) -> Path:
     return path.absolute()
 
 
-def _made(path: Path) -> Path:
-    path.mkdir(mode=0o700)
-    return path
-
-
 def _check(plan: _Plan, signals: prefill_llama.StopSignals, output: _Output) -> dict[str, Any]:
     """Run the cases and return the facts for --json; everything made here is gone afterwards."""
     options, header = plan.options, plan.header
     started = time.monotonic()
-    with _home(signals) as home:
+    with _home(signals, plan.temporary) as home:
         setup = DecoderSetup(
             program=plan.llama_server,
             model=plan.model,
@@ -182,7 +181,12 @@ def _check(plan: _Plan, signals: prefill_llama.StopSignals, output: _Output) -> 
         output.progress("the decoder loads the model")
         with contextlib.closing(Decoder(setup, home, signals)) as decoder:
             decoder.start()
-            layout, baseline = decoder.learn_layout()
+            try:
+                layout, baseline = decoder.learn_layout()
+            except DecoderFailed:
+                space.require(plan.temporary, 0)  # that is why, if it is full by now
+                raise
+            space.require(plan.temporary, _most_bytes(plan, decoder, layout))
             tolerance, scale = options.tolerance, options.scale_tolerance
             output.head(plan, decoder, layout)
             limits = Limits(
@@ -198,13 +202,13 @@ def _check(plan: _Plan, signals: prefill_llama.StopSignals, output: _Output) -> 
                 model=ModelFacts(header.sliding_window, header.n_vocab, header.head_dim),
                 limits=limits,
                 home=home,
-                logs=_made(home / "logs"),
                 keep=plan.keep,
                 signals=signals,
                 report=output.report,
                 progress=output.progress,
             )
-            run_cases(bench, plan.cases)
+            with _home_is_there(decoder.slots):
+                run_cases(bench, plan.cases)
             return {
                 "program": plan.program,
                 "model": plan.model,
@@ -218,6 +222,33 @@ def _check(plan: _Plan, signals: prefill_llama.StopSignals, output: _Output) -> 
                 "cases": list(plan.cases),
                 "elapsed_s": round(time.monotonic() - started, 3),
             }
+
+
+def _most_bytes(plan: _Plan, decoder: Decoder, layout: Layout) -> int:
+    """Return the size of the two states, provider's and decoder's, of the longest case."""
+    n_ctx = decoder.n_ctx
+    longest = n_ctx
+    if "context" not in plan.cases:
+        longest = prompts.long_length(n_ctx, plan.header.sliding_window)
+    return 2 * layout.bytes_for(longest)
+
+
+class HomeGone(DecoderFailed):
+    """The kit's own directory was removed: nothing more can be judged."""
+
+
+@contextlib.contextmanager
+def _home_is_there(slots: Path) -> Iterator[None]:
+    """Tell whatever goes wrong because the kit's directory is gone as just that; HomeGone."""
+    try:
+        yield
+    except (OSError, OnebitError) as error:
+        if slots.is_dir():
+            raise
+        raise HomeGone(
+            f"{slots}: the kit's own directory is gone, and so nothing more can be judged; "
+            "did the provider remove more than its run directory?"
+        ) from error
 
 
 def _invocation(plan: _Plan, decoder: Decoder, home: Path) -> Invocation:
@@ -234,10 +265,10 @@ def _invocation(plan: _Plan, decoder: Decoder, home: Path) -> Invocation:
 
 
 @contextlib.contextmanager
-def _home(signals: prefill_llama.StopSignals) -> Iterator[Path]:
+def _home(signals: prefill_llama.StopSignals, parent: Path) -> Iterator[Path]:
     """Make the kit's private directory; at the end kill what runs had left, and remove it."""
     with signals.held():
-        home = Path(tempfile.mkdtemp(prefix="onebit-check-"))  # made 0700
+        home = Path(tempfile.mkdtemp(prefix="onebit-check-", dir=parent))  # made 0700
     try:
         yield home
     finally:

@@ -105,7 +105,7 @@ class FaultCases:
         self._bench.progress(f"{case}: two runs at once")
         ids = self._short
         text_ids = provider_contract.format_tokens(ids[:-1])
-        faults = []
+        faults, removed = [], False
         with (
             CaseRun(self._bench, f"{case}-1", text_ids) as one,
             CaseRun(self._bench, f"{case}-2", text_ids) as two,
@@ -114,12 +114,16 @@ class FaultCases:
             two.start()
             for number, run in enumerate((one, two), start=1):
                 ended = run.finish()
-                if ended.timed_out or ended.status:
+                if ended.directory_problem:
+                    text = f"run {number}: {ended.directory_problem}"
+                    self._bench.report(Finding(case, "together", Verdict.FAIL, text))
+                    removed = True
+                elif ended.timed_out or ended.status:
                     said = f": {ended.last_words}" if ended.last_words else ""
                     faults.append(f"run {number} ended with {judge.exit_words(ended.status)}{said}")
                 elif not os.path.lexists(run.out) or self._bench.state_problem(run.out, ids[:-1]):
                     faults.append(f"run {number} made no good file")
         if faults:
             self._bench.report(Finding(case, "together", Verdict.NOTE, "; ".join(faults)))
-        else:
+        elif not removed:
             self._bench.report(Finding(case, "together", Verdict.OK, "both made a good file"))

@@ -86,8 +86,10 @@ def judge_exit(case: str, ended: Ended, timeout_s: float) -> Finding:
 
 
 def judge_processes(case: str, ended: Ended) -> list[Finding]:
-    """Judge what a run has left running; nothing is said about a clean one."""
+    """Judge what a run has left running or taken away; nothing is said about a clean one."""
     found = []
+    if ended.directory_problem:
+        found.append(Finding(case, "file", Verdict.FAIL, ended.directory_problem))
     if ended.left_running:
         text = (
             f"it ended and left {listed(ended.left_running)} running in its process group; "
@@ -333,7 +335,8 @@ def judge_stop(case: str, signum: int, ended: Ended, *, whole: bool, out: bool) 
     if not ended.signalled:
         text = f"it ended before {name} could be sent; a longer prompt is needed to see more"
         return [Finding(case, "stop", Verdict.NOTE, text, figures)]
-    faults, notes = [], []
+    faults = [ended.directory_problem] if ended.directory_problem else []
+    notes = []
     if ended.timed_out:
         faults.append(
             f"still ran {TERM_GRACE_S:g} s after {name} and had to be killed; end at once, "

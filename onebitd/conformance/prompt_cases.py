@@ -93,7 +93,7 @@ class PromptCases:
         self._bench.report(found)
         for finding in judge.judge_processes(case, ended):
             self._bench.report(finding)
-        if found.verdict is Verdict.FAIL:
+        if found.verdict is Verdict.FAIL or ended.directory_problem:
             return False
         is_there = os.path.lexists(run.out)
         problem = file_problem(run.out) if is_there else None

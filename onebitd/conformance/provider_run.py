@@ -16,10 +16,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from onebitd import prefill_llama
 from onebitd.conformance import watch
+from onebitd.conformance.output_tail import OutputTail
 from onebitd.core import provider_contract
 
 TERM_GRACE_S: Final = 2.0
@@ -30,7 +31,6 @@ _KILL_WAIT_S: Final = 5.0
 _LINGER_S: Final = 0.2
 """A child that ends so soon after its parent was on its way out."""
 _POLL_S: Final = 0.01
-_TAIL_BYTES: Final = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Ended:
         left_running: what of its process group still ran, described.
         escaped: what runs on in another group.
         leftovers: names in its directory beside the ids file and the state file.
+        stdout, stderr: the last 64 KiB of each.
+        directory_problem: what it did to its directory that nobody may do.
     """
 
     status: int
@@ -62,6 +64,7 @@ class Ended:
     leftovers: tuple[str, ...]
     stdout: bytes
     stderr: bytes
+    directory_problem: str | None = None
 
     @property
     def last_words(self) -> str:
@@ -123,7 +126,7 @@ class ProviderRun:
             elfs=invocation.elfs,
         )
         self._popen: subprocess.Popen[bytes] | None = None
-        self._outputs: list[IO[bytes]] = []
+        self._outputs: list[OutputTail] = []
         self._watch: watch.DirectoryWatch | None = None
         self._started = 0.0
 
@@ -132,26 +135,29 @@ class ProviderRun:
         """The command line."""
         return self._argv
 
-    def start(self, signals: prefill_llama.StopSignals, logs: Path) -> None:
-        """Start it; its output goes to two files in `logs`, whose names begin as the directory's.
-
-        OSError when the program cannot be started.
-        """
-        names = (f"{self.directory.name}.stdout", f"{self.directory.name}.stderr")
+    def start(self, signals: prefill_llama.StopSignals) -> None:
+        """Start it; OSError when the program cannot be started."""
         self._watch = watch.DirectoryWatch(self.directory)
         with signals.held():
-            self._outputs = [(logs / name).open("w+b") for name in names]
             self._started = time.monotonic()
             self._popen = subprocess.Popen(
                 [*prefill_llama.death_signal_prefix(), *self._argv],
                 stdin=subprocess.DEVNULL,
-                stdout=self._outputs[0],
-                stderr=self._outputs[1],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 env=dict(self._invocation.environ),
                 cwd="/",
                 start_new_session=True,
                 umask=0o077,
             )
+            pipes = (self._popen.stdout, self._popen.stderr)
+            self._outputs = [OutputTail(pipe) for pipe in pipes if pipe is not None]
+
+    def output(self) -> dict[str, bytes]:
+        """Return the last of what it wrote, by `stdout` and `stderr`; nothing before `start`."""
+        return dict(
+            zip(("stdout", "stderr"), (tail.read() for tail in self._outputs), strict=False)
+        )
 
     def finish(self, *, signum: int | None = None, after_s: float = 0.0) -> Ended:
         """Wait for its end, or bring that about after some seconds, and look at what is there.
@@ -181,7 +187,7 @@ class ProviderRun:
         escaped = tuple(map(watch.describe, watch.processes_with(self._invocation.mark)))
         assert self._watch is not None  # noqa: S101 - start() came first
         in_place = self._watch.written_in_place(self.out.name)
-        found = {path.name for path in self.directory.iterdir()}
+        found, problem = _names_in(self.directory)
         return Ended(
             status=popen.returncode,
             timed_out=timed_out,
@@ -193,8 +199,8 @@ class ProviderRun:
             left_running=left_running,
             escaped=escaped,
             leftovers=tuple(sorted(found - self._known)),
-            stdout=_tail(self._outputs[0]),
-            stderr=_tail(self._outputs[1]),
+            directory_problem=problem,
+            **self.output(),
         )
 
     def _wait(self, popen: subprocess.Popen[bytes], timeout_s: float) -> bool:
@@ -280,6 +286,13 @@ def file_problem(path: Path) -> str | None:
     return "is still open for writing in some process" if is_written else None
 
 
-def _tail(file: IO[bytes]) -> bytes:
-    size = os.fstat(file.fileno()).st_size
-    return os.pread(file.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+def _names_in(directory: Path) -> tuple[set[str], str | None]:
+    """Return the names in a run's directory, and what the provider did to it, if anything."""
+    try:
+        if not stat.S_ISDIR(directory.lstat().st_mode):
+            return set(), "it put something else in the place of its run directory"
+        return set(os.listdir(directory)), None
+    except FileNotFoundError:
+        return set(), "it removed its run directory; leave that to onebitd"
+    except OSError as error:
+        return set(), f"its run directory cannot be read any more: {error.strerror}"

@@ -23,7 +23,7 @@ import pytest
 from tests.e2e.rig import RHYME
 from tests.harness import HttpReply, RunningDaemon, running_onebitd, wait_until
 from tests.llama_builds import BUILDS, MODELS, ROOT, LlamaBuild, LlamaModel, running_llama
-from tests.standins.damage import DAMAGES, NOISE, PLACES, Damage, Place
+from tests.standins.damage import DAMAGES, NOISE, OF_VERSION, PLACES, Damage, Place
 from tests.tiny_models import TINY_MODELS, write
 
 N = 59
@@ -61,12 +61,19 @@ DECODERS = {
         Decoder("hybrid", "lfm2", FA_ON, "kv recr"),
     )
 }
-# A quantized cache is the same in both builds but for the rotation that X alone records.
+BUILD_B, BUILD_X = BUILDS
 PAIRS = [
-    (build, decoder)
-    for decoder in DECODERS.values()
-    for build in BUILDS
-    if decoder.kind != "q8_0" or build.state_version >= 4
+    (build, DECODERS[kind])
+    for build, kind in (
+        (BUILD_B, "plain"),
+        (BUILD_X, "plain"),
+        (BUILD_X, "q8_0"),  # X alone rotates, and records it
+        (BUILD_B, "transposed"),
+        (BUILD_X, "transposed"),
+        (BUILD_B, "sliding"),
+        (BUILD_B, "recurrent"),
+        (BUILD_X, "hybrid"),  # X appends context checkpoints
+    )
 ]
 
 
@@ -251,11 +258,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def cases(build: LlamaBuild, decoder: Decoder) -> list[Damage | Place]:
     """Return what this decoder's files are spoiled with."""
-    places = PLACES if (build, decoder.kind) == (BUILDS[0], "plain") else []
+    again = (build, decoder.kind) == (BUILD_X, "plain")
+    places = PLACES if (build, decoder.kind) == (BUILD_B, "plain") else []
     return [
         *(
             damage
-            for damage in DAMAGES
+            for damage in (OF_VERSION if again else DAMAGES)
             if decoder.kind in damage.memory and build.state_version >= damage.least_version
         ),
         *places,

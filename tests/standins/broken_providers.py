@@ -4,12 +4,10 @@
 A wrapper around onebit-prefill-llama: it has that make a real state file and then does what
 BROKEN_PROVIDER says. Models of the llama architecture only, and an f16 cache.
 
-    one_short, one_more     the file holds one token less, or one more, than was handed over
+    one_short               the file holds one token less than was handed over
     no_rope                 every K as it was before RoPE
     swapped_kv              K and V of layer 3 exchanged
-    swapped_layers          layers 3 and 4 exchanged
     head_scaled             head 1 of layer 7's V is 1 % too large
-    v_transposed            V of layer 5 channel by channel
     early_exit              ends with status 0 while a child still writes the file
     in_place                writes under the file's own name, in two pieces
     leaves_temporary        leaves the file it renamed a copy of
@@ -18,9 +16,6 @@ BROKEN_PROVIDER says. Models of the llama architecture only, and an f16 cache.
     any_ids                 takes any ids file for a prompt
     no_file                 ends with status 0 and writes nothing
     hangs                   sleeps, with a child
-    silent                  ends with status 3 and says nothing
-    crash                   ends by SIGSEGV
-    slow_clock              reports its time in microseconds
     dithers                 the lowest bits of a few values differ from run to run
     honest                  nothing is wrong
 """
@@ -30,7 +25,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -59,10 +53,6 @@ def main() -> int:
     mode = os.environ["BROKEN_PROVIDER"]
     if mode == "no_file":
         return 0
-    if mode == "silent":
-        return 3
-    if mode == "crash":
-        os.kill(os.getpid(), signal.SIGSEGV)
     if mode in ("leaves_child", "hangs"):
         subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     if mode == "hangs":
@@ -72,7 +62,6 @@ def main() -> int:
     good, ids = work / "good", work / "ids"
     words = options.tokens.read_text().split()
     words = words[:-1] if mode == "one_short" else words
-    words = [*words, words[0]] if mode == "one_more" else words
     ids.write_text("".join(f"{word}\n" for word in words))
     done = prefill(ids, good, options.model)
     if done.returncode and mode == "any_ids":
@@ -86,7 +75,7 @@ def main() -> int:
         spoil(good, options.model, SPOILERS[mode])
     deliver(mode, good, options.out)
     shutil.rmtree(work, ignore_errors=mode == "early_exit")
-    sys.stdout.write(done.stdout.replace(": ", ": 1000") if mode == "slow_clock" else done.stdout)
+    sys.stdout.write(done.stdout)
     return 0
 
 
@@ -191,18 +180,6 @@ def scale_head(state: Spoiled) -> None:
     state.put_values(block, rows)
 
 
-def transpose_v(state: Spoiled) -> None:
-    """Write V as it is laid out without flash attention."""
-    block = state.block("V", 5)
-    state.put_values(block, np.ascontiguousarray(state.values(block).T).reshape(block.cells, -1))
-
-
-def swap_layers(state: Spoiled) -> None:
-    """Exchange K and V of two layers."""
-    for part in "KV":
-        state.swap(state.block(part, 3), state.block(part, 4))
-
-
 def dither(state: Spoiled) -> None:
     """Change the lowest bits of a few values, by chance."""
     start, chance = state.block("V", 0).offset, time.monotonic_ns()
@@ -213,9 +190,7 @@ def dither(state: Spoiled) -> None:
 SPOILERS: dict[str, Callable[[Spoiled], None]] = {
     "no_rope": no_rope,
     "swapped_kv": lambda state: state.swap(state.block("K", 3), state.block("V", 3)),
-    "swapped_layers": swap_layers,
     "head_scaled": scale_head,
-    "v_transposed": transpose_v,
     "dithers": dither,
 }
 

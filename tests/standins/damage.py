@@ -314,6 +314,9 @@ DAMAGES = [
 ]  # fmt: skip
 """Everything that can be seen in the file."""
 
+OF_VERSION = [*_HEAD, *_SHAPE]
+"""Of those what another version of the format tells otherwise, or in another place."""
+
 NOISE = Damage("noise", with_random_values, "")
 """What cannot: finite values in the right shape. Only recomputing them tells."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from onebitd.conformance import judge, page, prompts
+from onebitd.conformance import command, judge, page, prompts, space
 from onebitd.conformance.bench import Bench, CaseRun, ModelFacts
 from onebitd.conformance.cases import CASES
 from onebitd.conformance.decoder import Reply, Token
@@ -22,6 +23,7 @@ from onebitd.conformance.judge import Finding, Verdict
 from onebitd.conformance.provider_run import Ended, Invocation, ProviderRun, file_problem
 from onebitd.conformance.watch import DirectoryWatch
 from onebitd.core import state_file
+from onebitd.core.errors import UsageError
 from onebitd.core.state_baseline import learn_baseline
 from onebitd.core.state_compare import StateDiff, TensorDiff
 from tests.core import state_faults as faults
@@ -65,11 +67,11 @@ TENSOR = TensorDiff(
 )
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run `onebitctl provider check`."""
     return subprocess.run(
         [sys.executable, "-m", "onebitd.surfaces.cli", "provider", "check", *arguments],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **extra},
         capture_output=True,
         text=True,
         timeout=60,
@@ -115,6 +117,54 @@ def test_provider_check_bad_command_line_is_one_sentence_and_status_2(
     assert said in done.stderr.splitlines()[-1]
 
 
+def test_provider_check_temporary_directory_of_no_use_is_named(tmp_path: Path) -> None:
+    """Another one is not taken without a word."""
+    model = write(next(one for one in TINY_MODELS if one.name == "qwen3"), tmp_path).path
+    words = ("/bin/true", "--model", str(model), "--llama-server", "/bin/true")
+    done = run(*words, TMPDIR=f"{tmp_path}/none")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"TMPDIR={tmp_path}/none: no such directory" in done.stderr
+
+
+def test_space_that_is_short_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory, what is free, what is needed; just enough is enough."""
+    free = space.MARGIN_BYTES + 4096
+    found = types.SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_blocks=free)
+    monkeypatch.setattr(os, "statvfs", lambda _: found)
+    space.require(tmp_path, 4096)
+    with pytest.raises(UsageError, match=f"{tmp_path}: 16388 KiB are free .* TMPDIR"):
+        space.require(tmp_path, 4097)
+
+
+def test_provider_check_home_that_is_gone_is_named(tmp_path: Path) -> None:
+    """Whatever error comes of it; any other error stays what it is."""
+    gone = tmp_path / "slots"
+    with (
+        pytest.raises(command.HomeGone, match="own directory is gone"),
+        command._home_is_there(gone),
+    ):
+        os.listdir(gone)
+    with pytest.raises(FileNotFoundError), command._home_is_there(tmp_path):
+        os.listdir(tmp_path / "other")
+
+
+def test_stop_signals_leave_an_ignored_sighup_ignored() -> None:
+    """As nohup(1) starts a program; SIGTERM still stops it."""
+    code = (
+        "import signal; from onebitd.prefill_llama import StopSignals;"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN); StopSignals();"
+        "signal.raise_signal(signal.SIGHUP); print('goes on', flush=True);"
+        "signal.raise_signal(signal.SIGTERM); print('not here')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "goes on\n"
+    assert "Stopped: 15" in done.stderr
+
+
 def test_provider_check_help_needs_no_numpy() -> None:
     """`onebitctl` starts without what the kit is made of."""
     code = (
@@ -132,7 +182,7 @@ def bench(home: Path, **facts: Any) -> Bench:
     (home / "slots").mkdir()
     nobody = dict.fromkeys(field.name for field in dataclasses.fields(Bench))
     decoder = types.SimpleNamespace(slots=home / "slots")
-    return Bench(**{**nobody, "decoder": decoder, "logs": home, "keep": home / "kept", **facts})
+    return Bench(**{**nobody, "decoder": decoder, "keep": home / "kept", **facts})
 
 
 def test_bench_state_problem_is_what_the_daemon_would_say_of_the_values_too(
@@ -159,6 +209,42 @@ def test_case_run_keeps_what_can_be_kept(tmp_path: Path) -> None:
 
 
 # --- verdicts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"status": 3, "stderr": b""}, "ended with status 3, and stderr is empty"),
+        ({"status": 3}, "ended with status 3: no XDNA device"),
+        ({"status": -signal.SIGSEGV}, "ended with SIGSEGV: no XDNA device"),
+        ({"timed_out": True}, "no end within 5 s (--timeout): no XDNA device"),
+    ],
+)
+def test_judge_exit_names_status_or_signal_and_the_last_words(
+    change: dict[str, Any], said: str
+) -> None:
+    """What the author sees of a run that failed, also when it said nothing."""
+    assert judge.judge_exit("short", CLEAN, 5).verdict is Verdict.OK
+    finding = judge.judge_exit("short", dataclasses.replace(CLEAN, **change), 5)
+    assert (finding.verdict, finding.text) == (Verdict.FAIL, said)
+
+
+@pytest.mark.parametrize(
+    ("stdout", "verdict", "said"),
+    [
+        (b'{"prefill_ms": 88.1}\n', Verdict.OK, "prefill 88.1 ms, 454 tokens/s"),
+        (b'{"prefill_ms": 88100}\n', Verdict.FAIL, "is it in milliseconds?"),
+        (b"done\n", Verdict.NOTE, 'no {"prefill_ms": MS} on the last line of stdout'),
+    ],
+)
+def test_judge_speed_time_longer_than_the_run_fails(
+    stdout: bytes, verdict: Verdict, said: str
+) -> None:
+    """A time in another unit is told; none at all is a note."""
+    ended = dataclasses.replace(CLEAN, stdout=stdout)
+    finding = judge.judge_speed("short", ended, 40, 20.0)
+    assert finding.verdict is verdict
+    assert said in finding.text
 
 
 def test_judge_stop_clean_end_is_ok() -> None:
@@ -319,6 +405,42 @@ def test_provider_run_is_called_as_the_daemon_calls_it(tmp_path: Path) -> None:
         words += ["--model", "/m.gguf", *(["--elfs", elfs] if elfs else [])]
         assert run.command == words
         assert run.tokens.read_bytes() == b"1\n2\n"
+
+
+def ended_run(home: Path, script: str) -> Ended:
+    """Run a provider made of lines of shell to its end."""
+    program = home / "provider"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    invocation = Invocation(str(program), "m.gguf", None, {**os.environ}, str(home / "mark"), 60.0)
+    provider = ProviderRun(invocation, home / "run", b"1\n")
+    signals: Any = types.SimpleNamespace(held=contextlib.nullcontext)
+    try:
+        provider.start(signals)
+        return provider.finish()
+    finally:
+        provider.close()
+
+
+def test_provider_run_that_floods_is_kept_to_its_last_words(tmp_path: Path) -> None:
+    """No file grows, and the last line is still there."""
+    flood = "yes | head -c 3000000"
+    ended = ended_run(tmp_path, f"{flood}; echo end; {flood} >&2; echo why >&2")
+    assert (len(ended.stdout), ended.stdout[-6:]) == (64 * 1024, b"y\nend\n")
+    assert (len(ended.stderr), ended.last_words) == (64 * 1024, "why")
+    assert {path.name for path in tmp_path.rglob("*")} == {"provider", "run", "tokens.txt"}
+
+
+def test_provider_run_that_removes_its_directory_is_a_failure(tmp_path: Path) -> None:
+    """In every case: after a success, a refusal and a signal."""
+    ended = ended_run(tmp_path, 'rm -r "${4%/*}"')
+    assert str(ended.directory_problem).startswith("it removed its run directory")
+    stopped = dataclasses.replace(TERMED, directory_problem=ended.directory_problem)
+    for found in (
+        *judge.judge_processes("short", ended),
+        *judge.judge_stop("sigterm", signal.SIGTERM, stopped, whole=False, out=False),
+    ):
+        assert (found.verdict, found.text) == (Verdict.FAIL, ended.directory_problem)
 
 
 def test_file_problem_names_what_onebitd_would_not_take(tmp_path: Path) -> None:
