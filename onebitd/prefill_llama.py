@@ -303,12 +303,17 @@ def read_ids(path: str) -> list[int]:
 def check_model(path: str) -> None:
     """Raise PrefillError unless the model is a file that can be opened."""
     try:
-        with open(path, "rb"):
-            return
+        with open(path, "rb", opener=open_at_once) as file:
+            why = None if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else "not a regular file"
     except OSError as error:
-        raise PrefillError(
-            EXIT_USAGE, f"model {path}: {error.strerror}; --model takes a readable GGUF file"
-        ) from error
+        why = error.strerror
+    if why is not None:
+        raise PrefillError(EXIT_USAGE, f"model {path}: {why}; --model takes a readable GGUF file")
+
+
+def open_at_once(path: str, flags: int) -> int:
+    """Open a file as `open`'s opener; a FIFO without a writer does not hold it up."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def choose_ctx_size(wanted: int, n_ids: int) -> int:

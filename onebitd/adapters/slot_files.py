@@ -48,6 +48,7 @@ class SlotFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._example: bytes | None = None
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             info = path.lstat()
@@ -91,17 +92,27 @@ class SlotFiles:
         Args:
             name: of a file here, which is renamed.
         """
+        self._example = None
         with contextlib.suppress(OSError):
             (self.path / name).chmod(0o600)  # llama-server's umask may be any
             (self.path / name).replace(self.path / _EXAMPLE_NAME)
+            self._example = (self.path / _EXAMPLE_NAME).read_bytes()
 
     def drop_example(self) -> None:
         """Remove the example: the decoder that wrote it is gone."""
+        self._example = None
         _remove(self.path / _EXAMPLE_NAME)
 
     def example(self) -> str | None:
-        """Return the path of the decoder's example, None while there is none."""
+        """Return the path of the decoder's example, None while there is none.
+
+        It is written again if somebody removed it: the decoder will not until it restarts.
+        """
         path = self.path / _EXAMPLE_NAME
+        if self._example is not None and not path.is_file():
+            with contextlib.suppress(OSError):
+                self.ensure()
+                _write_private(path, self._example)
         return str(path) if path.is_file() else None
 
     def check_space(self, wanted_bytes: int) -> None:

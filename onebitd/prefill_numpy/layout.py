@@ -7,6 +7,8 @@ types of K and V and the transposed V to its arguments. Whoever has a file that 
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -24,10 +26,11 @@ from onebitd.core.state_layout import (
     type_name,
 )
 from onebitd.core.state_values import F16, FLOAT_BYTES, decode, encode
-from onebitd.prefill_llama import EXIT_LAYOUT, PrefillError
+from onebitd.prefill_llama import EXIT_LAYOUT, PrefillError, open_at_once
 from onebitd.prefill_numpy.engine import LayerRows
 from onebitd.prefill_numpy.shape import Shape
 
+_EXAMPLE: Final = "the decoder's example (--like, ONEBIT_STATE_EXAMPLE)"
 _WRITABLE: Final = ", ".join(map(type_name, FLOAT_BYTES))
 
 
@@ -62,12 +65,14 @@ def read_layout(path: str, shape: Shape) -> Layout:
         PrefillError: status 6 and a sentence that names the tensor or field.
     """
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise StateFileError("not a regular file")
             layout = state_file.parse(file.read()).layout
     except OSError as error:
-        raise PrefillError(EXIT_LAYOUT, f"state file {path}: {error.strerror}") from error
+        raise PrefillError(EXIT_LAYOUT, f"{_EXAMPLE} {path}: {error.strerror}") from error
     except StateFileError as error:
-        raise PrefillError(EXIT_LAYOUT, f"state file {path}: {error}") from error
+        raise PrefillError(EXIT_LAYOUT, f"{_EXAMPLE} {path}: {error}") from error
     try:
         _check(layout, shape)
     except StateFileError as error:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 import onebitd
 from onebitd.core import provider_contract
 from onebitd.core.state_layout import Layout
@@ -174,7 +176,8 @@ def run(options: Options, signals: StopSignals) -> float:
     with claimed(options.out, signals) as file_name:
         started = time.monotonic()
         try:
-            cache = prefill(model, shape, ids, layouts.layer_types(layout, shape))
+            with np.errstate(all="ignore"):  # damaged weights; what is not finite is found below
+                cache = prefill(model, shape, ids, layouts.layer_types(layout, shape))
         except MemoryError as error:
             raise PrefillError(EXIT_PREFILL, f"there is no memory for {len(ids)} ids") from error
         prefill_ms = (time.monotonic() - started) * 1000.0

@@ -108,13 +108,18 @@ def read_model(path: str) -> gguf_header.GgufHeader:
 def write_whole(path: str, data: bytes) -> None:
     """Write a file of the user's, in one piece as far as others can see.
 
+    A symbolic link stays one, and what is no regular file is left alone.
+
     Raises:
         UsageError: it cannot be written.
     """
-    part = Path(f"{path}.{os.getpid()}.part")
+    target = Path(os.path.realpath(path))
+    if os.path.lexists(target) and not target.is_file():
+        raise UsageError(f"{path}: not a regular file; it is left as it is")
+    part = Path(f"{target}.{os.getpid()}.part")
     try:
         part.write_bytes(data)
-        part.replace(path)
+        part.replace(target)
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()

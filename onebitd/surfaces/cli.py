@@ -29,6 +29,7 @@ FOLLOWED_RECORDS: Final = 10
 """Records of the past that `handoffs --follow` starts with."""
 
 EXIT_NOT_FINE: Final = 1
+EXIT_USAGE: Final = 2
 EXIT_NO_DAEMON: Final = 3
 EXIT_INTERRUPTED: Final = 130
 EXIT_BROKEN_PIPE: Final = 141
@@ -36,6 +37,7 @@ EXIT_BROKEN_PIPE: Final = 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `onebitctl` and return its exit status."""
+    _open_missing_streams()
     try:
         try:
             arguments = build_parser().parse_args(argv)
@@ -50,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_stdout()
         return EXIT_BROKEN_PIPE
+    except ModuleNotFoundError as exc:
+        if exc.name != "numpy":
+            raise
+        _tell("this command needs numpy, which is not installed: pip install numpy")
+        return EXIT_USAGE
     except OSError as exc:
         _drop_stdout()
         _tell(f"cannot write the answer: {exc}")
@@ -294,6 +301,13 @@ def _print_json(value: dict[str, Any]) -> None:
 def _tell(message: str) -> None:
     sys.stdout.flush()
     sys.stderr.write(f"onebitctl: {cli_text.clean(message)}\n")
+
+
+def _open_missing_streams() -> None:
+    """Give what a shell closed (`>&-`) somewhere to go; Python has None for it."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - to the end
 
 
 def _drop_stdout() -> None:

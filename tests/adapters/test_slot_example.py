@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from onebitd.adapters.slot_files import SlotFiles
@@ -31,6 +32,20 @@ def test_example_that_cannot_be_kept_is_none_and_no_error(tmp_path: Path) -> Non
     slots = SlotFiles(tmp_path / "slots")
     slots.path.rmdir()
     slots.keep_example("state-gone")
+    assert slots.example() is None
+
+
+def test_example_that_somebody_removed_is_there_again(tmp_path: Path) -> None:
+    """The decoder saves it at its start only, and a provider without it guesses."""
+    slots = SlotFiles(tmp_path / "slots")
+    (slots.path / "state-1").write_bytes(b"the decoder's")
+    slots.keep_example("state-1")
+    shutil.rmtree(slots.path)
+    found = slots.example()
+    assert found is not None
+    assert Path(found).read_bytes() == b"the decoder's"
+    assert Path(found).stat().st_mode & 0o777 == 0o600
+    slots.drop_example()
     assert slots.example() is None
 
 

@@ -279,9 +279,14 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
         (["--state-version", "7"], 2, "--state-version"),
         (["--out", "{tmp}/no/state"], 5, "No such file or directory"),
         (["--like", "{tmp}/ids"], 6, "{tmp}/ids: not a state file"),
-        (["--like", "{tmp}/gone"], 6, "{tmp}/gone: No such file"),
+        (["--like", "{tmp}/gone"], 6, "ONEBIT_STATE_EXAMPLE) {tmp}/gone: No such file"),
+        (["--like", "{tmp}/fifo"], 6, "{tmp}/fifo: not a regular file"),
+        (["--model", "{tmp}/fifo"], 2, "{tmp}/fifo: not a regular file"),
     ],
-    ids=["no-model", "no-gguf", "id", "version", "out", "like-no-state", "like-missing"],
+    ids=[
+        *("no-model", "no-gguf", "id", "version", "out", "like-no-state", "like-missing"),
+        *("like-fifo", "model-fifo"),
+    ],
 )
 def test_numpy_given_what_it_cannot_use_says_so_in_one_line_and_leaves_nothing(
     flags: list[str], status: int, said: str, tiny_qwen3: LlamaModel, tmp_path: Path
@@ -291,6 +296,7 @@ def test_numpy_given_what_it_cannot_use_says_so_in_one_line_and_leaves_nothing(
     home.mkdir()
     write_ids(tmp_path / "ids", [10, 11, 12])
     write_ids(tmp_path / "far", [10, 4000])
+    os.mkfifo(tmp_path / "fifo")
     words = command(home / "state", tmp_path / "ids", tiny_qwen3.path)
     done = run([*words, *(flag.format(tmp=tmp_path) for flag in flags)])
     assert done.returncode == status, done.stderr

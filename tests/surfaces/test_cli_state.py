@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -211,6 +212,21 @@ def test_diff_plot_that_cannot_be_written_is_one_error(state: Runs) -> None:
     assert "x.png: cannot be written: No such file" in err
 
 
+def test_diff_plot_replaces_files_only(state: Runs) -> None:
+    """A link stays a link, and what is no file (a device, say) is what it was."""
+    a = state.file("a", filled(KV))
+    link, fifo = state.home / "l.png", state.home / "fifo"
+    link.symlink_to(state.home / "x.png")
+    os.mkfifo(fifo)
+    assert state("diff", a, a, "--plot", str(link))[0] == 0
+    assert link.is_symlink()
+    assert (state.home / "x.png").read_bytes().startswith(b"\x89PNG")
+    status, _, err = state("diff", a, a, "--plot", str(fifo))
+    assert status == 2
+    assert "fifo: not a regular file" in err
+    assert fifo.is_fifo()
+
+
 def test_diff_of_a_file_that_shrinks_meanwhile_is_an_error_not_a_crash(
     state: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,11 +264,16 @@ def test_state_file_that_cannot_be_read_is_one_error_and_exit_2(state: Runs, com
         assert err.count("\n") == 1
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_state_file_without_permission_is_one_error(state: Runs) -> None:
+def test_state_file_without_permission_is_one_error(
+    state: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The message says whose fault it is."""
     path = state.file("a", filled(KV))
-    os.chmod(path, 0)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # root may read everything
+
+    monkeypatch.setattr(os, "open", refuse)
     status, _, err = state("show", path)
     assert status == 2
     assert "Permission denied" in err
