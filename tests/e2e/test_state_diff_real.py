@@ -25,7 +25,7 @@ from tests.llama_builds import BUILDS, MODELS, ROOT, LlamaModel, running_llama
 
 TEXT = (ROOT / "LICENSE").read_text()
 SMOLLM2, GEMMA3 = MODELS
-N_TOKENS = 128
+N_TOKENS = 200
 Fault = Callable[["Kind", bytes], bytes]
 
 

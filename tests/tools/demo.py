@@ -6,6 +6,7 @@ The device lock that it shows is a file of its own: the one of the machine is no
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -25,6 +26,7 @@ CPU_ONLY = ["--device", "none", "-ngl", "0"]
 INSTANCE = "demo"
 QUESTION = "What is the capital of France? Answer in one short sentence."
 READY_S = 300.0
+_WAKE_S = 0.2
 CONFIG = LLAMA.parent / "demo" / f"{INSTANCE}.toml"
 LOCK = CONFIG.with_name("device.lock")
 
@@ -58,7 +60,10 @@ def stop(daemon: subprocess.Popen[bytes]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, hurry)
     daemon.terminate()
-    daemon.wait()
+    # Without a timeout a signal just before the wait would be seen only after it.
+    while daemon.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            daemon.wait(_WAKE_S)
 
 
 def onebitctl(*args: str) -> Any:
