@@ -59,7 +59,7 @@ class Kind:
 KINDS = {
     # Without --swa-full the cache of the window is a ring, of which the last 512 rows are saved.
     "smollm2": Kind(SMOLLM2, ("-fa", "on"), ("-fa", "off"), "layer 11", 64, 1e5, False),
-    "gemma3": Kind(GEMMA3, (), ("-b", "32", "-ub", "32"), "sliding window layer 4", 256, 1e4, True),
+    "gemma3": Kind(GEMMA3, (), ("-b", "64", "-ub", "64"), "sliding window layer 4", 256, 1e4, True),
 }
 
 
