@@ -8,6 +8,7 @@ of each string of the vocabulary, which takes seconds, where `core.gguf_header` 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
@@ -36,10 +37,12 @@ class ModelFile:
         self._gguf = _import_gguf()
         try:
             with open(path, "rb") as file:
+                if not os.fstat(file.fileno()).st_size:
+                    raise GgufError("the file is empty, not a GGUF; fetch it again")
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._metadata = read_metadata(self._data)
             self._tensors = read_tensors(self._data, self._metadata)
-        except (OSError, ValueError) as error:  # mmap of an empty file is a ValueError
+        except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise PrefillError(EXIT_USAGE, f"model {path}: {reason}") from error
         except GgufError as error:

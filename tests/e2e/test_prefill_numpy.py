@@ -274,6 +274,7 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
     [
         (["--model", "{tmp}/no.gguf"], 2, "no.gguf: No such file"),
         (["--model", "{tmp}/ids"], 2, "not a GGUF file"),
+        (["--model", "{tmp}/empty"], 2, "{tmp}/empty: the file is empty"),
         (["--tokens", "{tmp}/far"], 2, "token id 4000: the model has 103"),
         (["--state-version", "7"], 2, "--state-version"),
         (["--out", "{tmp}/no/state"], 5, "No such file or directory"),
@@ -283,7 +284,7 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
         (["--model", "{tmp}/fifo"], 2, "{tmp}/fifo: not a regular file"),
     ],
     ids=[
-        *("no-model", "no-gguf", "id", "version", "out", "like-no-state", "like-missing"),
+        *("no-model", "no-gguf", "empty", "id", "version", "out", "like-no-state", "like-missing"),
         *("like-fifo", "model-fifo"),
     ],
 )
@@ -295,6 +296,7 @@ def test_numpy_given_what_it_cannot_use_says_so_in_one_line_and_leaves_nothing(
     home.mkdir()
     write_ids(tmp_path / "ids", [10, 11, 12])
     write_ids(tmp_path / "far", [10, 4000])
+    (tmp_path / "empty").touch()
     os.mkfifo(tmp_path / "fifo")
     words = command(home / "state", tmp_path / "ids", tiny_qwen3.path)
     done = run([*words, *(flag.format(tmp=tmp_path) for flag in flags)])
@@ -302,6 +304,18 @@ def test_numpy_given_what_it_cannot_use_says_so_in_one_line_and_leaves_nothing(
     assert said.format(tmp=tmp_path) in last_line(done.stderr)
     assert done.stdout == ""
     assert list(home.iterdir()) == []
+
+
+def test_numpy_on_damaged_weights_says_so_in_one_line(tmp_path: Path) -> None:
+    """Weights that overflow give no warnings of numpy's beside the reason."""
+    model = write(TINY[0], tmp_path).path
+    for tensor in gguf.GGUFReader(model, "r+").tensors:
+        if tensor.name == "blk.0.attn_v.weight":
+            tensor.data[:] = 3e38
+    done = run(command(tmp_path / "state", write_ids(tmp_path / "ids", [10, 11]), model))
+    assert done.returncode == 4, done.stderr
+    assert "a value is not finite" in last_line(done.stderr)
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_numpy_without_the_gguf_package_names_the_extra(

@@ -440,7 +440,7 @@ async def test_import_pulls_in_nothing_of_the_daemon(served: Served) -> None:
 @pytest.mark.parametrize(("closed", "status"), [(">&-", 0), (">&- 2>&-", 0), ("2>&-", 2)])
 def test_cli_with_a_closed_stream_keeps_its_status(closed: str, status: int) -> None:
     """Python has None for a stream that the shell closed."""
-    words = "config --no-such-flag" if status else "--version"
+    words = "state show /no/such/file" if status else "--version"
     done = subprocess.run(
         ["sh", "-c", f"exec {sys.executable} -m onebitd.surfaces.cli {words} {closed}"],
         capture_output=True,

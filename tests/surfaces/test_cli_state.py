@@ -497,3 +497,35 @@ def test_help_is_printed_without_numpy(arguments: list[str]) -> None:
     loaded = {name.partition(".")[0] for name in done.stderr.split()}
     assert "onebitd" in loaded
     assert not loaded & {"numpy", "matplotlib", "mmap"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["state", "show", "x"], ["provider", "check", "x", "--model", "x"]],
+    ids=["state-show", "provider-check"],
+)
+@pytest.mark.parametrize(
+    ("event", "status", "said"),
+    [
+        ("raise ModuleNotFoundError(name, name=name)", 2, "pip install numpy"),
+        ("signal.raise_signal(signal.SIGINT)", 130, ""),
+    ],
+    ids=["missing", "ctrl-c"],
+)
+def test_import_of_numpy_that_fails_or_is_interrupted_is_no_traceback(
+    arguments: list[str], event: str, status: int, said: str
+) -> None:
+    """Without numpy one line says what to install; Ctrl-C meanwhile is quiet."""
+    script = (
+        "import signal, sys; from onebitd.surfaces.cli import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == 'numpy': {event}\n"
+        f"sys.meta_path.insert(0, Finder()); sys.exit(main({arguments!r}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert len(done.stderr.splitlines()) == bool(said)
+    assert said in done.stderr
