@@ -187,22 +187,18 @@ def _seconds(text: str) -> float:
     return value
 
 
-def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
-    """Return the options of a command line, with defaults from the environment.
-
-    Exits 2 with one line on stderr for a bad one, 0 for --help and --version.
-    """
-    env = {key: value for key, value in environ.items() if value}
+def contract_parser(program: str, what: str, epilog: str) -> Parser:
+    """Return a parser with the contract's own flags; `what` begins the description."""
     parser = Parser(
-        prog=PROGRAM,
-        description="Prefill a prompt with a llama-server of its own, and write the state file "
-        "(--out) or the rows into a decoder's memory (--layout and --fds).",
-        epilog=EPILOG,
+        prog=program,
+        description=f"{what}, and write the state file (--out) or the rows into a decoder's memory "
+        "(--layout and --fds).",
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--version", action="version", version=f"{PROGRAM} {onebitd.__version__}")
+    add("--version", action="version", version=f"{program} {onebitd.__version__}")
     add("--tokens", required=True, metavar="IDS_FILE", help="token ids, one decimal number a line")
     route = parser.add_mutually_exclusive_group(required=True)
     route.add_argument("--out", metavar="STATE_FILE", help="the state file to write")
@@ -212,6 +208,25 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     add("--fds", type=parse_fds, metavar="FDS", help="its inherited descriptors, commas between")
     add("--model", required=True, help="the GGUF file")
     add("--elfs", metavar="DIR", help="taken for the contract's sake; not used")
+    return parser
+
+
+def parse_contract(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; --layout and --fds come together or not at all."""
+    found = parser.parse_args(argv)
+    if (found.layout is None) != (found.fds is None):
+        parser.error("--layout and --fds belong together")
+    return found
+
+
+def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
+    """Return the options of a command line, with defaults from the environment.
+
+    Exits 2 with one line on stderr for a bad one, 0 for --help and --version.
+    """
+    env = {key: value for key, value in environ.items() if value}
+    parser = contract_parser(PROGRAM, "Prefill a prompt with a llama-server of its own", EPILOG)
+    add = parser.add_argument
     add(
         "--llama-server",
         metavar="PROGRAM",
@@ -247,9 +262,7 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         default=env.get("ONEBIT_PREFILL_LLAMA_TIMEOUT", str(DEFAULT_TIMEOUT_S)),
         help="limit for the whole run in seconds (default: %(default)s)",
     )
-    found = parser.parse_args(argv)
-    if (found.layout is None) != (found.fds is None):
-        parser.error("--layout and --fds belong together")
+    found = parse_contract(parser, argv)
     try:
         llama_args = tuple(shlex.split(found.llama_args))
     except ValueError as error:

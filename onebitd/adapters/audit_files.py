@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from onebitd.adapters.pread import PreadSource
 from onebitd.adapters.slot_files import SlotFiles
 
 
@@ -42,15 +43,8 @@ class AuditFiles:
             return 0
         return info.f_bavail * info.f_frsize
 
-    def size_of(self, name: str) -> int:
-        """Return a file's size in bytes, 0 when it is gone."""
-        try:
-            return os.stat(self._slots.path / name).st_size
-        except OSError:
-            return 0
-
     @contextlib.contextmanager
-    def reading(self, name: str) -> Iterator[StateSource]:
+    def reading(self, name: str) -> Iterator[PreadSource]:
         """Open a file for the block.
 
         Raises:
@@ -59,25 +53,6 @@ class AuditFiles:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self._slots.path / name, flags)
         try:
-            yield StateSource(descriptor)
+            yield PreadSource(descriptor)
         finally:
             os.close(descriptor)
-
-
-class StateSource:
-    """A state file as `core.state_file` reads it: by pread, a piece at a time.
-
-    Args:
-        descriptor: stays the caller's.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._size = os.fstat(descriptor).st_size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: slice) -> bytes:
-        start, stop, _ = index.indices(self._size)
-        return os.pread(self._descriptor, max(0, stop - start), start)

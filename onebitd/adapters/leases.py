@@ -30,3 +30,18 @@ def is_held(descriptor: int) -> bool:
 def give_back(descriptor: int) -> None:
     """Give the lease back; who waits for it goes on."""
     fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+
+def has_writer(descriptor: int) -> bool:
+    """Say whether anybody has the file of this read-only descriptor open for writing.
+
+    A lease is granted only when nobody has; it is given back at once. Where there are none, no.
+    """
+    try:
+        take(descriptor)
+        give_back(descriptor)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -274,27 +274,16 @@ def _open_state(path: str) -> int:
             raise HandoffError(
                 Reason.BAD_STATE, "the state file is not a regular file with one name"
             )
-        _refuse_writers(descriptor)
+        # It could change while it is read, or after. On file systems without leases the end of the
+        # provider's process group has to do.
+        if leases.has_writer(descriptor):
+            raise HandoffError(
+                Reason.BAD_STATE, "some process still has the state file open for writing"
+            )
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _refuse_writers(descriptor: int) -> None:
-    """See that nobody has the file open for writing: it could change while it is read, or after.
-
-    A read lease is granted only then (fcntl(2)); it is given back at once. File systems without
-    leases answer EINVAL: there the end of the provider's process group has to do.
-    """
-    try:
-        leases.take(descriptor)
-        leases.give_back(descriptor)
-    except OSError as error:
-        if error.errno == errno.EAGAIN:
-            raise HandoffError(
-                Reason.BAD_STATE, "some process still has the state file open for writing"
-            ) from error
 
 
 async def _check(

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from onebitd.adapters.pread import PreadSource
 from onebitd.core import state_check
 from onebitd.core.errors import StateFileError
 from onebitd.core.state_data import CHUNK_BYTES, Baseline, Piece
@@ -32,7 +33,7 @@ def has_one_name(info: os.stat_result) -> bool:
     return stat.S_ISREG(info.st_mode) and info.st_nlink == 1
 
 
-class OpenFile:
+class OpenFile(PreadSource):
     """An open state file, which `check` reads in some other thread.
 
     That thread takes the descriptor and closes it; a cancel may keep the thread from starting.
@@ -42,8 +43,7 @@ class OpenFile:
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._size = os.fstat(descriptor).st_size
+        super().__init__(descriptor)
         self._untaken = [descriptor]  # list.pop is atomic: one of the two gets it
         self._left: deque[Piece] = deque()
         self._unwanted = False
@@ -61,13 +61,6 @@ class OpenFile:
             os.close(descriptor)
         self._unwanted = True
         self._left.clear()
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: slice) -> bytes:
-        start, stop, _ = index.indices(self._size)
-        return os.pread(self._descriptor, max(0, stop - start), start)
 
     def check(
         self,
@@ -110,7 +103,7 @@ class OpenFile:
                     refusals.append((piece.offset, error))
                     left.clear()  # what comes before it in the file is in somebody's hands
 
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(_helpers(self._size))]
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(_helpers(self.size))]
         started = []
         with contextlib.suppress(RuntimeError):  # no more threads to be had: fewer will do
             for thread in threads:
@@ -123,7 +116,7 @@ class OpenFile:
             raise min(refusals, key=lambda refusal: refusal[0])[1]
 
     def _judge(self, plan: state_check.Plan, piece: Piece, buffer: memoryview) -> None:
-        if os.preadv(self._descriptor, [buffer], piece.offset) != piece.n_bytes:
+        if os.preadv(self.descriptor, [buffer], piece.offset) != piece.n_bytes:
             raise StateFileError("the file became shorter while it was checked")
         plan.judge(piece, buffer)
 

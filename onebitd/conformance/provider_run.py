@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Final
 
 from onebitd import prefill_llama
+from onebitd.adapters import leases
+from onebitd.adapters.pread import PreadSource
+from onebitd.adapters.state_reader import OPEN_FLAGS
 from onebitd.conformance import watch
 from onebitd.conformance.output_tail import OutputTail
 from onebitd.core import provider_contract
@@ -244,19 +247,11 @@ class ProviderRun:
             output.close()
 
 
-class OpenState:
-    """A state file, read by pread: what shrinks under a mapping is a SIGBUS. `close` it."""
+class OpenState(PreadSource):
+    """A state file of a provider, opened without following or waiting. `close` it."""
 
     def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._size = os.fstat(self.descriptor).st_size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: slice) -> bytes:
-        start, stop, _ = index.indices(self._size)
-        return os.pread(self.descriptor, max(0, stop - start), start)
+        super().__init__(os.open(path, OPEN_FLAGS))
 
     def close(self) -> None:
         """Give the descriptor back."""
@@ -280,7 +275,7 @@ def file_problem(path: Path) -> str | None:
     except OSError as error:
         return f"cannot be opened: {error.strerror}"
     try:
-        is_written = watch.has_writer(opened.descriptor)
+        is_written = leases.has_writer(opened.descriptor)
     finally:
         opened.close()
     return "is still open for writing in some process" if is_written else None

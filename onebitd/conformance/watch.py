@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from onebitd.adapters import directory_watch, leases
+from onebitd.adapters import directory_watch
 
 _ENDED_STATES: Final = (b"Z", b"X")
 
@@ -80,22 +80,6 @@ def describe(pid: int) -> str:
     except OSError:
         name = "gone by now"
     return f"pid {pid} ({name})"
-
-
-def has_writer(descriptor: int) -> bool:
-    """Say whether anybody has the file of this read-only descriptor open for writing.
-
-    A read lease is granted only when nobody has (fcntl(2)); it is given back at once. File systems
-    without leases say no.
-    """
-    try:
-        leases.take(descriptor)
-        leases.give_back(descriptor)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _pids() -> list[int]:

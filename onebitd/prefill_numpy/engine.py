@@ -148,6 +148,12 @@ class Layer:
         Of gemma models the GGUF holds the weights with their 1 added.
         """
         square = np.square(rows).mean(axis=-1, keepdims=True)
+        if not np.isfinite(square).all():  # the rows would become zeros, which nothing else tells
+            raise PrefillError(
+                EXIT_PREFILL,
+                f"layer {self._number}, {name}: what it is applied to is not finite; are the "
+                "model's weights damaged?",
+            )
         scale = 1.0 / np.sqrt(square + np.float32(self._shape.norm_eps))
         return np.asarray(rows * scale * self._weights[f"{name}.weight"], np.float32)
 

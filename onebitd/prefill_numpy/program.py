@@ -6,7 +6,6 @@ the last line of each stream) is the same code as in `onebitd.prefill_llama`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-import onebitd
 from onebitd.core import provider_contract
 from onebitd.core.state_layout import Layout
 from onebitd.core.state_sections import VERSIONS
@@ -28,13 +26,13 @@ from onebitd.prefill_llama import (
     EXIT_START,
     EXIT_USAGE,
     EXIT_WRITE,
-    Parser,
     PrefillError,
     StopSignals,
     check_model,
+    contract_parser,
     fill_share,
     open_share,
-    parse_fds,
+    parse_contract,
     read_ids,
     run_program,
 )
@@ -85,26 +83,10 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
 
     Exits 2 with one line on stderr for a bad one, 0 for --help and --version.
     """
-    parser = Parser(
-        prog=PROGRAM,
-        description="Prefill a prompt with numpy, for models of the architectures "
-        f"{', '.join(ARCHITECTURES)}; write the state file (--out) or the rows into a decoder's "
-        "memory (--layout and --fds).",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    known = ", ".join(ARCHITECTURES)
+    what = f"Prefill a prompt with numpy, for models of the architectures {known}"
+    parser = contract_parser(PROGRAM, what, EPILOG)
     add = parser.add_argument
-    add("--version", action="version", version=f"{PROGRAM} {onebitd.__version__}")
-    add("--tokens", required=True, metavar="IDS_FILE", help="token ids, one decimal number a line")
-    route = parser.add_mutually_exclusive_group(required=True)
-    route.add_argument("--out", metavar="STATE_FILE", help="the state file to write")
-    route.add_argument(
-        "--layout", metavar="HEADER_FILE", help="the header of the memory to write to instead"
-    )
-    add("--fds", type=parse_fds, metavar="FDS", help="its inherited descriptors, commas between")
-    add("--model", required=True, help="the GGUF file, of any quantization")
-    add("--elfs", metavar="DIR", help="taken for the contract's sake; not used")
     add(
         "--like",
         metavar="STATE_FILE",
@@ -121,9 +103,7 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         help="the version of the decoder's state files, when no file shows it (default: "
         "%(default)s)",
     )
-    found = parser.parse_args(argv)
-    if (found.layout is None) != (found.fds is None):
-        parser.error("--layout and --fds belong together")
+    found = parse_contract(parser, argv)
     return Options(
         tokens=found.tokens,
         out=found.out,

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from onebitd.adapters.pread import PreadSource
 from onebitd.core import gguf_header
 from onebitd.core.errors import StateFileError, UsageError
 from onebitd.core.state_file import parse
@@ -21,21 +22,16 @@ from onebitd.core.state_layout import StateFile
 _MOST_IDS_BYTES: Final = 1 << 26
 
 
-class OpenState:
+class OpenState(PreadSource):
     """An open state file as a source for the core; `path` is what messages call it."""
 
     def __init__(self, path: str, descriptor: int) -> None:
+        super().__init__(descriptor)
         self.path = path
-        self._descriptor = descriptor
-        self._size = os.fstat(descriptor).st_size
-
-    def __len__(self) -> int:
-        return self._size
 
     def __getitem__(self, index: slice) -> bytes:
-        start, stop, _ = index.indices(self._size)
         try:
-            return os.pread(self._descriptor, max(0, stop - start), start)
+            return super().__getitem__(index)
         except OSError as error:
             raise UsageError(f"{self.path}: cannot be read: {error.strerror}") from error
 

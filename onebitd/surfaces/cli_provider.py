@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from onebitd.surfaces import cli_text
+from onebitd.surfaces.cli_numbers import positive_float, positive_int
 from onebitd.surfaces.cli_service import say
 
 CTX_SIZE: Final = 2048
@@ -65,33 +66,33 @@ def _register_check(actions: argparse._SubParsersAction[argparse.ArgumentParser]
     add(
         "--ctx-size",
         metavar="N",
-        type=_count,
+        type=positive_int,
         default=CTX_SIZE,
         help="its context in tokens, and so the longest prompt (default: %(default)s)",
     )
     add(
         "--timeout",
         metavar="S",
-        type=_number,
+        type=positive_float,
         default=TIMEOUT_S,
         help="limit for one run of the provider in seconds (default: %(default)g)",
     )
     add(
         "--tolerance",
         metavar="E",
-        type=_number,
+        type=positive_float,
         help="the largest relative error of a row that passes (default: as for state diff)",
     )
     add(
         "--scale-tolerance",
         metavar="E",
-        type=_number,
+        type=positive_float,
         help="how far the scale of a head may be from 1 (default: as for state diff)",
     )
     add(
         "--logprob-tolerance",
         metavar="D",
-        type=_number,
+        type=positive_float,
         default=LOGPROB_TOLERANCE,
         help="the largest difference of a log-probability of the first token that passes"
         " (default: %(default)g)",
@@ -123,22 +124,6 @@ def run_check(arguments: argparse.Namespace) -> int:
             json=arguments.json,
         )
     )
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**31):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return value
 
 
 def _names(text: str) -> tuple[str, ...]:

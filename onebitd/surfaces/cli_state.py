@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
+from onebitd.surfaces.cli_numbers import positive_float, positive_int
+
 TOLERANCE: Final = 0.5
 SCALE_TOLERANCE: Final = 0.006
 _MOST: Final = 1 << 31
@@ -102,7 +104,7 @@ def _register_check(actions: argparse._SubParsersAction[argparse.ArgumentParser]
     add(
         "--swa-window",
         metavar="N",
-        type=_positive,
+        type=positive_int,
         help="the size of the sliding window in tokens, without --model",
     )
     check.set_defaults(run=run_check)
@@ -122,19 +124,19 @@ def _register_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser])
     add(
         "--tolerance",
         metavar="E",
-        type=_positive_float,
+        type=positive_float,
         help="the largest relative error of a row that passes; their root mean square may be a"
         f" third (default: {TOLERANCE:g})",
     )
     add(
         "--scale-tolerance",
         metavar="E",
-        type=_positive_float,
+        type=positive_float,
         help="how far the size of a head may be from the reference's, relatively (default:"
         f" {SCALE_TOLERANCE:g})",
     )
     add("--model", metavar="GGUF", help="the model, which tells how many values a head has")
-    add("--head-dim", metavar="N", type=_positive, help="so many, without --model")
+    add("--head-dim", metavar="N", type=positive_int, help="so many, without --model")
     add("--positions", metavar="A:B", type=_positions, help="only positions A to B - 1")
     add("--all", action="store_true", help="list every tensor, not just those that are off")
     add("--plot", metavar="PNG", help="draw the error by layer and position; needs matplotlib")
@@ -150,22 +152,6 @@ def _action(
     parser = actions.add_parser(name, help=summary, description=description, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="stable output for programs")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 10 and 0 < int(text) < _MOST):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return int(text)
-
-
-def _positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return value
 
 
 def _positions(text: str) -> range:

@@ -186,14 +186,16 @@ def test_kit_reference_provider_with_sliding_window_and_other_build_conforms(
     assert report.of("special", "restore")["evaluated_tokens"] == 1
 
 
-def test_kit_numpy_provider_conforms_at_its_tolerance(bench: Bench) -> None:
+@pytest.mark.parametrize("model", [SMOLLM2, GEMMA3], ids=lambda model: model.name)
+def test_kit_numpy_provider_conforms_at_its_tolerance(bench: Bench, model: LlamaModel) -> None:
     """An engine that is not llama.cpp drifts on a quantized file; its author says how far."""
     program = bench.program("prefill-numpy", sys.executable, "-m", "onebitd.prefill_numpy")
-    report = bench.check(program, BUILD_B, SMOLLM2, "--only", "short", "--scale-tolerance", "0.02")
+    tolerances = ("--scale-tolerance", "0.02", "--logprob-tolerance", "1")
+    report = bench.check(program, BUILD_B, model, "--only", "short", *tolerances)
 
     assert report.failures() == {}
     assert report.status == 0
-    assert 0 < report.of("short", "values")["row_error"] < 0.25
+    assert 0 < report.of("short", "values")["row_error"] < 0.35
 
 
 # --- what is not ----------------------------------------------------------------------------
