@@ -13,8 +13,7 @@ import dataclasses
 import datetime as dt
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import structlog
@@ -34,6 +33,7 @@ from onebitd.core.errors import (
 )
 from onebitd.core.state_layout import KvSection, Layout
 from onebitd.services.admission import Admission, Loan, Ticket
+from onebitd.services.slot_aside import SlotAside
 from onebitd.services.supervisor import BackendFacts, Supervisor
 
 log = structlog.get_logger()
@@ -64,15 +64,6 @@ class Evidence:
     holder: Ticket | None
     deadline: float
     interruptions: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Aside:
-    """What the slot held before an audit."""
-
-    name: str
-    n_tokens: int
-    facts: BackendFacts
 
 
 class _GivenUp(Exception):
@@ -107,13 +98,11 @@ class Audits:
         self._supervisor = supervisor
         self._admission = admission
         self._files = AuditFiles(slots)
-        self._make_safe = make_safe
+        self._slot = SlotAside(supervisor, self._files, make_safe)
         self._draw = draw
         self._ledger = audit.Ledger()
         self._evidence: Evidence | None = None
         self._compared: Evidence | None = None  # both states are there: its audit comes to an end
-        self._aside: _Aside | None = None
-        self._doubted = False  # the slot may hold a cache that drifts
         self._news = trio.Event()
         self._waiting = trio.CancelScope()
         self._ended = False
@@ -203,38 +192,21 @@ class Audits:
 
     def make_room(self, wanted_bytes: int) -> None:
         """Give up what waits here if a handoff needs its room."""
-        if self._evidence is None and self._aside is None:
+        if self._evidence is None and not self._slot.is_held:
             return
         if self._files.free_bytes() < wanted_bytes + 2 * _SPARE_BYTES:
             self._drop()
-            self._drop_aside()
+            self._slot.drop()
 
     async def put_slot_back(self) -> None:
-        """Have the slot hold what may be decoded from; the slot is the caller's.
-
-        That is what it held before an audit that was cut short, but nothing of a provider whose
-        cache has just been found to drift: the prompt's beginning would be taken from it. It never
-        fails: at worst the slot is empty, as after a restart.
-        """
-        facts = self._supervisor.facts
-        if facts is None:
-            return
-        if self._doubted:
-            self._drop_aside()
-            with trio.CancelScope(shield=True):
-                try:
-                    await facts.server.erase()  # what it holds is wrong, but finite: that heals
-                except BackendError:
-                    await self._make_safe(facts, "an audit that found drift")
-            self._doubted = False
-        elif self._aside is not None:
-            await self._put_back(facts)
+        """Have the slot, which is the caller's, hold what may be decoded from: see `SlotAside`."""
+        await self._slot.make_usable()
 
     def forget_slot(self) -> None:
         """The slot holds another handoff: what it held before is of no use any more."""
-        self._drop_aside()
+        self._slot.drop()
         if self.out_of_service is None:
-            self._doubted = False
+            self._slot.doubted = False
 
     # The work.
 
@@ -243,14 +215,14 @@ class Audits:
         try:
             task_status.started()
             while True:
-                if self._evidence is None and self._aside is None:
+                if self._evidence is None and not self._slot.is_held:
                     self._news = trio.Event()
                     await self._news.wait()
                 await self._work()
         finally:
             self._ended = True
             self._drop()
-            self._drop_aside()
+            self._slot.drop()
 
     async def _work(self) -> None:
         """Do what there is to do, once there is a moment for it."""
@@ -263,7 +235,7 @@ class Audits:
                 facts = await self._supervisor.wait_ready()
                 with self._admission.lend("") as loan:
                     if loan is not None:
-                        await self._put_back(facts)
+                        await self._slot.put_back(facts)
             elif is_in_slot:
                 await self._fetch(evidence)
             else:
@@ -272,7 +244,7 @@ class Audits:
             if isinstance(error, BackendTimeout):
                 self._supervisor.kill(f"it did not answer an audit: {error}")
             if evidence is None:
-                self._drop_aside()  # its decoder is gone
+                self._slot.drop()  # its decoder is gone
             else:
                 self._give_up(evidence, str(error))
         except Exception:
@@ -317,7 +289,7 @@ class Audits:
             if not untouched or facts is None:
                 raise _GivenUp("the slot was used again at once")
             self._check_room(evidence.layout.bytes_for(len(evidence.tokens)))
-            name, _ = await self._save(facts)
+            name, _ = await self._slot.save(facts)
         if self._evidence is evidence:
             self._evidence = dataclasses.replace(evidence, name=name, holder=None)
         else:
@@ -358,21 +330,18 @@ class Audits:
         if facts.layout != evidence.layout:
             raise _GivenUp("the decoder came back with another state layout")
         self._check_room(2 * facts.layout.bytes_for(len(evidence.tokens)))
-        if self._aside is not None and self._aside.facts is not facts:
-            self._drop_aside()
-        if self._aside is None:
-            await self._put_aside(facts)
+        await self._slot.put_aside(facts)
         if loan.is_wanted:
             return None
         await facts.server.erase()
         if not await self._evaluate(facts, evidence.tokens, loan) or loan.is_wanted:
             return None
-        name, saved = await self._save(facts)
-        with self._removing_on_error(name):
+        name, saved = await self._slot.save(facts)
+        with self._slot.removing_on_error(name):
             if saved != len(evidence.tokens):
                 raise _GivenUp(f"the decoder saved {saved} of {len(evidence.tokens)} tokens")
             if not loan.is_wanted:
-                await self._put_back(facts)
+                await self._slot.put_back(facts)
         return name
 
     async def _evaluate(self, facts: BackendFacts, tokens: tuple[int, ...], loan: Loan) -> bool:
@@ -395,48 +364,6 @@ class Audits:
             held += size
             wanted = audit.next_size(size, trio.current_time() - began)
         return True
-
-    async def _save(self, facts: BackendFacts) -> tuple[str, int]:
-        """Save the slot; return the file and how many tokens it holds."""
-        name = self._files.reserve()
-        with self._removing_on_error(name):
-            return name, await facts.server.save(name)
-
-    @contextmanager
-    def _removing_on_error(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._files.remove(name)
-            raise
-
-    async def _put_aside(self, facts: BackendFacts) -> None:
-        name, n_tokens = await self._save(facts)
-        if n_tokens:
-            self._aside = _Aside(name, n_tokens, facts)
-        else:
-            self._files.remove(name)
-
-    async def _put_back(self, facts: BackendFacts) -> None:
-        """Restore what was put aside, if it is this decoder's; shielded as every restore is."""
-        aside, self._aside = self._aside, None
-        if aside is None:
-            return
-        with trio.CancelScope(shield=True):
-            try:
-                if aside.facts is not facts:
-                    return
-                restored = await facts.server.restore(aside.name)
-                if restored.n_restored != aside.n_tokens:
-                    await self._make_safe(facts, "a short restore after an audit")
-            except BackendTimeout as error:
-                self._supervisor.kill(f"it did not answer a restore: {error}")
-            except BackendGone:
-                pass  # its successor starts empty
-            except BackendError:
-                await self._make_safe(facts, "a refused restore after an audit")
-            finally:
-                self._files.remove(aside.name)
 
     def _diff(self, evidence: Evidence, ours: str) -> state_compare.StateDiff:
         """Compare both states at the handed positions; blocks, one tensor in memory at a time."""
@@ -488,8 +415,8 @@ class Audits:
         )
         if verdict.ok:
             return
-        self._drop_aside()
-        self._doubted = True
+        self._slot.drop()
+        self._slot.doubted = True
         why = self.out_of_service
         if why is not None and not was_open:
             log.error("provider_out_of_service", line=f"the provider is out of service: {why}")
@@ -516,8 +443,3 @@ class Audits:
         evidence, self._evidence = self._evidence, None
         if evidence is not None and evidence.name is not None:
             self._files.remove(evidence.name)
-
-    def _drop_aside(self) -> None:
-        aside, self._aside = self._aside, None
-        if aside is not None:
-            self._files.remove(aside.name)
