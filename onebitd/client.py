@@ -91,6 +91,10 @@ class ControlClient:
         """Return `/v1/config`: `{key: {"value", "source"}}`."""
         return self._object("/v1/config")
 
+    def costs(self) -> dict[str, Any]:
+        """Return `/v1/costs`: what was learned of both ways, and the context it is about."""
+        return self._object("/v1/costs")
+
     def reload(self) -> dict[str, Any]:
         """Have the configuration read again; return `{"changed", "needs_restart", "warnings"}`.
 

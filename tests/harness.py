@@ -7,6 +7,7 @@ import fcntl
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -114,11 +115,11 @@ class RunningDaemon:
         body = {"prompt": prompt, "temperature": 0, "seed": 1, "max_tokens": 8, **more}
         return self.request("POST", "/v1/completions", body, headers)
 
-    def control(self, path: str) -> Any:
+    def control(self, path: str, method: str = "GET") -> Any:
         """GET a path of the control socket; AssertionError unless 200."""
         connection = UnixConnection(self.runtime / "control.sock", 10.0)
         try:
-            connection.request("GET", path)
+            connection.request(method, path)
             reply = _read(connection)
         finally:
             connection.close()
@@ -128,6 +129,10 @@ class RunningDaemon:
     def status(self) -> Any:
         """Return /v1/status."""
         return self.control("/v1/status")
+
+    def reset_provider(self) -> None:
+        """Have the provider called again, whatever it has done in earlier tests."""
+        self.control("/v1/provider/reset", "POST")
 
     def handoffs(self) -> list[dict[str, Any]]:
         """Return the records so far, oldest first."""
@@ -242,9 +247,22 @@ def clean_environ(runtime: Path, **more: str) -> dict[str, str]:
     return kept | {
         "PYTHONPATH": str(ROOT),
         "RUNTIME_DIRECTORY": str(runtime),
+        "STATE_DIRECTORY": str(runtime.with_name("state")),
         "XDG_CONFIG_HOME": str(runtime / "config"),
         **more,
     }
+
+
+def handing_off(config: str) -> str:
+    """Return a TOML configuration in which every prompt is handed off, unless it has a policy.
+
+    The default policy weighs both ways, and a provider on the decoder's own cores loses.
+    """
+    if re.search(r"(?m)^policy\b", config):
+        return config
+    if "[handoff]\n" in config:
+        return config.replace("[handoff]\n", '[handoff]\npolicy = "always"\n', 1)
+    return f'{config}\n[handoff]\npolicy = "always"\n'
 
 
 _SOCKET_LAUNCHER = """
@@ -295,7 +313,8 @@ def running_onebitd(
 
     Args:
         args: more flags.
-        config: more TOML; it must not hold [log] or [lock] path.
+        config: more TOML; it must not hold [log] or [lock] path. `handoff.policy` is `always`
+            unless it says otherwise.
         wait_ready: wait until the decoder answers.
         log_level: of its JSON log.
         passed: listening sockets by FileDescriptorName=, as systemd would pass them; they stay
@@ -308,7 +327,8 @@ def running_onebitd(
         runtime = home / "rt"
         config_path = home / "test.toml"
         config_path.write_text(
-            f'[log]\nformat = "json"\nlevel = "{log_level}"\n[model]\npath = "{model}"\n' + config
+            f'[log]\nformat = "json"\nlevel = "{log_level}"\n[model]\npath = "{model}"\n'
+            + handing_off(config)
         )
         if "[lock]" not in config:
             with config_path.open("a") as file:

@@ -9,7 +9,10 @@ which a flag beats.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -27,6 +30,7 @@ PARALLEL_FLAGS: Final = frozenset({"-np", "--parallel"})
 CTX_SIZE_FLAGS: Final = frozenset({"-c", "--ctx-size"})
 CACHE_RAM_FLAGS: Final = frozenset({"-cram", "--cache-ram"})
 DEVICE_FLAGS: Final = frozenset({"-dev", "--device"})
+_CACHE_RAM_DEFAULT_MIB: Final = 8192.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -303,6 +307,22 @@ def command_line(
     if not flags & DEVICE_FLAGS:
         argv += device
     return argv + kept
+
+
+def cache_ram_mib(argv: Sequence[str]) -> float:
+    """Return the size of the decoder's own prompt cache in MiB; infinity for no limit.
+
+    >>> cache_ram_mib(["llama-server", "--cache-ram", "0"])
+    0.0
+    >>> cache_ram_mib(["llama-server", "-cram", "-1"])
+    inf
+    """
+    size = _CACHE_RAM_DEFAULT_MIB
+    for arg, value in itertools.pairwise(argv):
+        if _flag(arg) in CACHE_RAM_FLAGS:
+            with contextlib.suppress(ValueError):
+                size = float(value)
+    return math.inf if size < 0 else size
 
 
 def device_args(device: str, listed_devices: Sequence[str]) -> list[str]:

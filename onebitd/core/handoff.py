@@ -44,6 +44,8 @@ class Reason(enum.StrEnum):
     TOO_LONG = "too_long"
     POLICY = "policy"
     ALREADY_CACHED = "already_cached"
+    OVERTAKEN = "overtaken"
+    NOT_REUSED = "not_reused"
     LOCK_BUSY = "lock_busy"
     LOCK_UNUSABLE = "lock_unusable"
     PROVIDER_EXIT = "provider_exit"
@@ -73,7 +75,9 @@ class HandoffRecord:
     Times are milliseconds. `first_byte_ms` counts from the start of the handoff: the moment the
     request had been read and entered the queue. `evaluated_tokens` and `cached_tokens` are the
     decoder's own words (`timings.prompt_n`, `timings.cache_n`). `prefill_ms` is the provider's own
-    figure when it reported one, else equal to `provider_wall_ms`.
+    figure when it reported one, else equal to `provider_wall_ms`. `slot_tokens` is how much of the
+    prompt the slot was believed to hold, `decoder_estimate_ms` and `provider_estimate_ms` what the
+    policy weighed against each other; `explored` that it tried the way it believed to be slower.
     """
 
     request_id: str
@@ -87,6 +91,10 @@ class HandoffRecord:
     reason: Reason | None = None
     detail: str | None = None
     prompt_tokens: int | None = None
+    slot_tokens: int | None = None
+    decoder_estimate_ms: float | None = None
+    provider_estimate_ms: float | None = None
+    explored: bool | None = None
     handed_tokens: int | None = None
     evaluated_tokens: int | None = None
     cached_tokens: int | None = None

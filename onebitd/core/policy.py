@@ -6,25 +6,11 @@ import dataclasses
 
 from onebitd.core.config import Policy
 from onebitd.core.handoff import Reason, Route
+from onebitd.core.plans import HandOff, Plan, Skip
 from onebitd.core.state_layout import KvSection, Layout
+from onebitd.core.weighing import Outlook, weigh
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HandOff:
-    """Hand the prompt, less its last token, to the provider."""
-
-    route: Route
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Skip:
-    """Let the decoder prefill; `detail` is a sentence."""
-
-    reason: Reason
-    detail: str
-
-
-Plan = HandOff | Skip
+__all__ = ["HandOff", "Knowledge", "Plan", "Skip", "erase_heals", "plan", "plan_without_prompt"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +24,7 @@ class Knowledge:
         unsupported: why this decoder's state cannot be handed over, None when it can.
         min_tokens: shorter prompts are not handed off.
         out_of_service: why the provider is not to be called, None when it may be.
+        not_reused: why what is handed over is of no use to this decoder, None as long as it is.
     """
 
     policy: Policy
@@ -46,6 +33,7 @@ class Knowledge:
     unsupported: str | None
     min_tokens: int
     out_of_service: str | None = None
+    not_reused: str | None = None
 
 
 def plan_without_prompt(known: Knowledge) -> Skip | None:
@@ -60,16 +48,22 @@ def plan_without_prompt(known: Knowledge) -> Skip | None:
         return Skip(Reason.UNSUPPORTED_MODEL, known.unsupported)
     if known.out_of_service is not None:
         return Skip(Reason.BREAKER_OPEN, known.out_of_service)
+    if known.not_reused is not None:
+        return Skip(Reason.NOT_REUSED, known.not_reused)
     return None
 
 
-def plan(known: Knowledge, prompt_tokens: int, ctx_size: int | None) -> Plan:
+def plan(
+    known: Knowledge, prompt_tokens: int, ctx_size: int | None, outlook: Outlook | None = None
+) -> Plan:
     """Decide for one prompt.
 
     Args:
         known: see Knowledge.
         prompt_tokens: N, the prompt's last token included.
         ctx_size: the decoder's context of one slot, None when it did not say.
+        outlook: what both ways are expected to take, for the policy `auto`; None hands off
+            whatever can be.
 
     Returns:
         HandOff for N of at least two that fits with room for one new token: the decoder refuses
@@ -87,6 +81,10 @@ def plan(known: Knowledge, prompt_tokens: int, ctx_size: int | None) -> Plan:
         )
     if ctx_size is not None and prompt_tokens >= ctx_size:
         return Skip(Reason.TOO_LONG, f"{prompt_tokens} prompt tokens, the context holds {ctx_size}")
+    if outlook is not None:
+        if known.policy is Policy.AUTO:
+            return weigh(outlook)
+        return HandOff(outlook.route)
     return HandOff(Route.FILE)
 
 

@@ -6,6 +6,7 @@ The bytes themselves are relayed untouched by the caller; nothing here holds the
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, Final, Protocol
 
 _KEEP_JSON_BYTES: Final = 4 * 1024 * 1024
@@ -13,6 +14,10 @@ _KEEP_JSON_BYTES: Final = 4 * 1024 * 1024
 _TAIL_BYTES: Final = 64 * 1024
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 """An event longer than this is passed on but no longer looked at."""
+
+_KEEP_EVENTS_BYTES: Final = 2 * 1024 * 1024
+"""The text of a stream longer than this is not put together: some ten thousand tokens."""
+_NOT_REPEATED: Final = ("reasoning_content", "tool_calls", "function_call")
 
 
 class ReplyWatch(Protocol):
@@ -27,6 +32,13 @@ class ReplyWatch(Protocol):
     def timings(self) -> dict[str, Any] | None:
         """Return the decoder's `timings` object, or None when the reply had none (yet)."""
 
+    def text(self) -> str | None:
+        """Return what the next turn of a conversation repeats of this reply, or None.
+
+        None for what is more or other than one plain text: several choices, tool calls, reasoning
+        (templates leave it out of later turns), errors, and what was too long to be kept.
+        """
+
 
 class EventWatch:
     """Watches text/event-stream: `data:` lines split by blank lines (WHATWG HTML, section 9.2).
@@ -39,6 +51,8 @@ class EventWatch:
         self._held = bytearray()
         self._overlong = False
         self._last_with_timings: bytes | None = None
+        self._events: list[bytes] = []
+        self._events_bytes = 0
 
     def feed(self, data: bytes) -> None:
         """See ReplyWatch."""
@@ -59,12 +73,24 @@ class EventWatch:
             self.started = True
             if b'"timings"' in line:
                 self._last_with_timings = line[5:]
+            self._events_bytes += len(line)
+            if self._events_bytes <= _KEEP_EVENTS_BYTES:
+                self._events.append(line)
+            else:
+                self._events.clear()
 
     def timings(self) -> dict[str, Any] | None:
         """See ReplyWatch."""
         if self._last_with_timings is None:
             return None
         return _timings_of(self._last_with_timings)
+
+    def text(self) -> str | None:
+        """See ReplyWatch."""
+        if self._overlong or self._events_bytes > _KEEP_EVENTS_BYTES:
+            return None
+        events = (line[5:] for line in self._events if line[5:].strip() != b"[DONE]")
+        return _text_of(_parsed(event) for event in events)
 
 
 class JsonWatch:
@@ -100,19 +126,70 @@ class JsonWatch:
             return None
         return found if isinstance(found, dict) else None
 
+    def text(self) -> str | None:
+        """See ReplyWatch."""
+        return _text_of([_parsed(bytes(self._kept))]) if self._whole else None
+
 
 def watch_for(content_type: bytes) -> ReplyWatch:
     """Choose the watch for a reply by its Content-Type."""
     return EventWatch() if content_type.startswith(b"text/event-stream") else JsonWatch()
 
 
-def _timings_of(document: bytes) -> dict[str, Any] | None:
+def _parsed(document: bytes) -> dict[str, Any] | None:
     try:
         parsed = json.loads(document)
     except (ValueError, RecursionError):
         return None
-    found = parsed.get("timings") if isinstance(parsed, dict) else None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def _timings_of(document: bytes) -> dict[str, Any] | None:
+    found = (_parsed(document) or {}).get("timings")
     return found if isinstance(found, dict) else None
+
+
+def _text_of(documents: Iterable[dict[str, Any] | None]) -> str | None:
+    """Join the text of chat or completion objects, whole ones and chunks alike."""
+    pieces: list[str] = []
+    for document in documents:
+        choices = None if document is None else document.get("choices")
+        if not isinstance(choices, list) or len(choices) > 1:
+            return None
+        for choice in choices:  # none in the chunk that has the usage
+            piece = _piece_of(choice)
+            if piece is None:
+                return None
+            pieces.append(piece)
+    return "".join(pieces)
+
+
+def _piece_of(choice: object) -> str | None:
+    if not isinstance(choice, dict):
+        return None
+    if isinstance(choice.get("text"), str):
+        return str(choice["text"])
+    message = choice.get("delta", choice.get("message"))
+    if not isinstance(message, dict) or any(message.get(name) for name in _NOT_REPEATED):
+        return None
+    content = message.get("content")
+    return "" if content is None else content if isinstance(content, str) else None
+
+
+def predicted(timings: dict[str, Any] | None) -> tuple[int, float] | None:
+    """Return how many tokens were generated and the milliseconds that took, None if not said."""
+    if timings is None:
+        return None
+    count, ms = timings.get("predicted_n"), timings.get("predicted_ms")
+    if isinstance(count, int) and isinstance(ms, int | float) and count >= 0 and ms >= 0:
+        return count, float(ms)
+    return None
+
+
+def prompt_ms(timings: dict[str, Any] | None) -> float | None:
+    """Return the milliseconds that the decoder evaluated the prompt for, None if not said."""
+    found = None if timings is None else timings.get("prompt_ms")
+    return float(found) if isinstance(found, int | float) and found >= 0 else None
 
 
 def token_counts(timings: dict[str, Any] | None) -> tuple[int | None, int | None]:

@@ -17,6 +17,7 @@ import trio
 
 from onebitd.core.errors import RequestError
 from onebitd.core.handoff import Reason
+from onebitd.core.slot_content import Prompt
 
 _RETRY_AFTER_S: Final = 2
 _AHEAD: Final = 2
@@ -25,7 +26,15 @@ for; one run ahead bounds what state files take."""
 
 
 class Ticket:
-    """A place in the line. `phase` says where its request is, for `status`."""
+    """A place in the line.
+
+    Attributes:
+        phase: where its request is, for `status`.
+        granted: since when the slot is its (time.monotonic()), None until then.
+        prompt: what it will leave in the slot, None as long as that is not known.
+        work_ms: how long it is expected to need the slot, None when nothing is known.
+        run_ms: how long its provider run is expected to take, None without one.
+    """
 
     def __init__(self, admission: Admission, request_id: str) -> None:
         self._admission = admission
@@ -33,6 +42,15 @@ class Ticket:
         self.request_id = request_id
         self.phase = "queued"
         self.entered = time.monotonic()
+        self.granted: float | None = None
+        self.prompt: Prompt | None = None
+        self.work_ms: float | None = None
+        self.run_ms: float | None = None
+
+    @property
+    def place(self) -> int:
+        """0 for the holder of the slot, 1 for the next, and so on."""
+        return self._admission.place_of(self)
 
     async def wait_may_prefill(self) -> None:
         """Wait until at most one request is in front."""
@@ -51,6 +69,8 @@ class Ticket:
             if here < place and not (place == 1 and admission.loan is not None):
                 if place == 1:
                     admission.last_holder = self
+                    if self.granted is None:
+                        self.granted = time.monotonic()
                 return
             moved = self._moved
             await moved.wait()
@@ -134,6 +154,10 @@ class Admission:
         if len(self._line) == 1:
             self._empty = trio.Event()
         return ticket
+
+    def ahead_of(self, ticket: Ticket) -> list[Ticket]:
+        """Return who is in front, the holder of the slot first."""
+        return self._line[: self._line.index(ticket)]
 
     def place_of(self, ticket: Ticket) -> int:
         """Return 0 for the holder of the slot, 1 for the next, and so on."""

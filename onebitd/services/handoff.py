@@ -13,35 +13,46 @@ import datetime as dt
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import structlog
 import trio
 
+from onebitd.adapters.accel_probe import AccelProbe
 from onebitd.adapters.bad_states import BadStates
+from onebitd.adapters.cost_subject import subject_of
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.llama_server import Headers, Reply
 from onebitd.adapters.process import Guard
 from onebitd.adapters.slot_files import SlotFiles
 from onebitd.core import paths, policy, request, sse
 from onebitd.core.config import Config, Policy
-from onebitd.core.control_api import rfc3339
+from onebitd.core.control_api import ProviderReset, rfc3339
 from onebitd.core.errors import (
     BackendError,
     BackendGone,
     BackendRefused,
-    BackendTimeout,
     HandoffError,
     RequestError,
 )
 from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route, outcome_of_reply
+from onebitd.core.reuse import Reuse
+from onebitd.core.slot_content import Prompt
 from onebitd.core.state_layout import Layout
+from onebitd.core.weighing import Outlook, is_overtaken, weigh
 from onebitd.services.admission import Admission, Ticket
 from onebitd.services.audit import Audits
+from onebitd.services.cost_keeper import CostKeeper
+from onebitd.services.file_route import FileRoute
 from onebitd.services.history import History
-from onebitd.services.provider_runs import ProviderRuns, ProviderState, timed
+from onebitd.services.lessons import Lessons
+from onebitd.services.outlooks import Outlooks
+from onebitd.services.provider_breaker import ProviderBreaker
+from onebitd.services.provider_runs import Prefilled, ProviderRuns, ProviderState, timed
+from onebitd.services.race import Overtaken, race
 from onebitd.services.share_route import ShareRoute
 from onebitd.services.supervisor import BackendFacts, Supervisor
 
@@ -55,6 +66,9 @@ _TIMED: Final = (
 """Parts named in Server-Timing; `provider` is the run's wall time."""
 _TRIES: Final = 2
 """A prompt that kills the decoder is tried on one new decoder, not on every one."""
+COSTS_FILE: Final = "costs.json"
+_TRY_TOKENS: Final = (1, 2, 3) * 11
+"""What a provider is tried with: ids that every vocabulary has."""
 
 
 class Handoffs:
@@ -93,22 +107,71 @@ class Handoffs:
             *(config, slots, lock, guard, environ, supervisor.swa_window, supervisor.program),
             self.bad_states,
         )
+        self.files = FileRoute(supervisor, slots, self.bad_states, self.make_safe)
         self.shares = ShareRoute(supervisor, self.runs, self.make_safe)
         self.audits = Audits(config, supervisor, admission, slots, self.make_safe)
+        self.keeper = CostKeeper(state / COSTS_FILE, subject_of(config, supervisor.program))
+        self.outlooks = Outlooks(supervisor, admission, self.runs, self.keeper)
+        self.reuse = Reuse()
+        self.breaker = ProviderBreaker(
+            self._try_provider,
+            lambda: self.runs.state == "stuck",
+            may_probe=lambda: admission.holder is None and self.runs.state == "idle",
+            silent_node=AccelProbe(guard).silent_node,
+        )
 
     def reconfigure(self, config: Config, lock: DeviceLock | None) -> None:
         """Take over a new configuration; exchanges that have begun keep theirs.
 
         See `ProviderRuns.reconfigure` for the lock.
         """
-        self.config = config
+        before, self.config = self.config, config
         self.runs.reconfigure(config, lock)
         self.audits.reconfigure(config)
+        self.keeper.set_subject(subject_of(config, self.supervisor.program))
+        self.reuse.forgive()
+        if before.provider != config.provider:
+            self.breaker.reconfigure()
 
     @property
     def provider_state(self) -> ProviderState:
         """For `status`: what the provider is doing."""
         return self.runs.state
+
+    @property
+    def out_of_service(self) -> str | None:
+        """Why the provider is not called, None while it is."""
+        return self.audits.out_of_service or self.breaker.out_of_service
+
+    @property
+    def route_off(self) -> str | None:
+        """Why nothing is handed over to this decoder any more, None as long as it is."""
+        facts = self.supervisor.facts
+        if facts is None:
+            return None
+        swa_full = "--swa-full" in self.supervisor.argv
+        return self.reuse.refusal(facts.generation, facts.layout, swa_full=swa_full)
+
+    def reset_provider(self) -> ProviderReset:
+        """Put the provider back into service, and hand over to this decoder again."""
+        self.reuse.forgive()
+        breaker = self.breaker.status()
+        self.breaker.reset()
+        return self.audits.reset()
+
+    async def _try_provider(self) -> None:
+        """Have the provider prefill a few tokens by the file route, for nobody.
+
+        Raises:
+            HandoffError: why it failed.
+        """
+        facts = self.supervisor.facts
+        if facts is None or facts.layout is None:
+            raise HandoffError(Reason.BACKEND_DOWN, "there is no decoder to try the provider for")
+        record = HandoffRecord("", "", self.config.instance, self.config.model.alias, "", False)
+        ticket = Ticket(self.admission, "")
+        wanted = (list(_TRY_TOKENS), facts.layout, record, ticket, self.config, facts.baseline)
+        self.slots.remove((await self.runs.prefill(*wanted)).name)
 
     def exchange(
         self,
@@ -136,6 +199,7 @@ class Handoffs:
         Erasing heals, but for two kinds of cache (measured on llama.cpp): transposed values and
         recurrent state keep what is not a number over an erase. Those decoders are restarted.
         """
+        self.outlooks.memory.forget()
         with trio.CancelScope(shield=True):
             if facts.layout is None or not policy.erase_heals(facts.layout):
                 self.supervisor.kill(f"its slot cannot be trusted: {why}", its_own_fault=False)
@@ -197,6 +261,8 @@ class Exchange:
         self._strict_detail: str | None = None
         self._broken_off: BackendError | None = None
         self._evidence: _Evidence | None = None
+        self._prompt: Prompt | None = None
+        self._slot_is_noted = False
         self.watch: sse.ReplyWatch | None = None
         self.record = HandoffRecord(
             request_id=request_id,
@@ -207,6 +273,7 @@ class Exchange:
             stream=parsed.stream,
             provider=config.provider.program,
         )
+        self.lessons = Lessons(handoffs.outlooks, handoffs.breaker, handoffs.reuse, self.record)
 
     async def __aenter__(self) -> Self:
         return self
@@ -220,6 +287,8 @@ class Exchange:
         self.free_slot()
         self._conclude(error)
         self._pass_evidence_on()
+        if self._reply is not None and self._reply.status == 200:
+            self.lessons.replied(self._timings, self._handed, self._generation)
         record = self.record
         good = record.outcome in (Outcome.USED, Outcome.SKIPPED, Outcome.CANCELLED)
         write = log.info if good else log.warning
@@ -240,8 +309,8 @@ class Exchange:
         try:
             await self._hand_over(facts, ticket, body)
         except HandoffError as error:
-            self._failure = error
-            self._raise_if_strict(error.reason, error.detail)
+            self._failure = self.lessons.failed(error)
+            self._raise_if_strict(self._failure.reason, self._failure.detail)
         skip = self._skip
         # A prompt that does not fit, or that the decoder cannot read, gets the decoder's own words.
         its_own = (Reason.TOO_LONG, Reason.BACKEND_REFUSED)
@@ -250,8 +319,12 @@ class Exchange:
         with self._waiting("queue_ms", ticket):
             await ticket.wait_slot()
         if self._handed is None:
-            await self._handoffs.audits.put_slot_back()
+            await handoffs.audits.put_slot_back()
+            if self._prompt is not None:
+                expected = handoffs.outlooks.memory.reusable(self._prompt)
+                self.lessons.expected_tokens = expected
         ticket.phase = "decode"
+        self.lessons.run_beside = handoffs.runs.running is not None
         self._forwarded = (method, target, headers, body)
         return await self._forward()
 
@@ -286,26 +359,58 @@ class Exchange:
             device=config.backend.device,
             unsupported=facts.unsupported,
             min_tokens=config.handoff.min_tokens,
-            out_of_service=self._handoffs.audits.out_of_service,
+            out_of_service=self._handoffs.out_of_service,
+            not_reused=self._handoffs.route_off,
         )
         self._skip = policy.plan_without_prompt(known)
         if self._skip is not None:
             return
-        tokens = await self._tokens(facts, ticket, body)
-        if tokens is None:
+        prompt = await self._tokens(facts, ticket, body)
+        if prompt is None:
             return
-        self.record.prompt_tokens = len(tokens)
-        plan = policy.plan(known, len(tokens), facts.ctx_size)
+        self._prompt = ticket.prompt = prompt
+        self.record.prompt_tokens = len(prompt.ids)
+        plan: policy.Plan = policy.plan(known, len(prompt.ids), facts.ctx_size)
+        if isinstance(plan, policy.HandOff):
+            may_share = config.handoff.share and self._handoffs.shares.refusal_of(facts) is None
+            plan = self._weighed(facts, ticket, Route.SHARED if may_share else Route.FILE)
+        if isinstance(plan, policy.HandOff) and config.handoff.share:
+            if await self._by_share(facts, ticket, list(prompt.ids[:-1]), plan):
+                return
+            if plan.route is Route.SHARED:
+                plan = self._weighed(facts, ticket, Route.FILE)
         if isinstance(plan, policy.Skip):
-            self._skip = plan
+            self._skip_it(plan)
             return
-        if config.handoff.share and await self._by_share(facts, ticket, tokens[:-1]):
-            return
-        self.record.route = plan.route
-        await self._by_file(facts, ticket, tokens[:-1])
+        self.record.route = Route.FILE
+        await self._by_file(facts, ticket, list(prompt.ids[:-1]), plan)
 
-    async def _tokens(self, facts: BackendFacts, ticket: Ticket, body: bytes) -> list[int] | None:
-        """Return the ids that the decoder will evaluate, or None with `_skip` saying why not."""
+    def _skip_it(self, plan: policy.Skip) -> None:
+        self._skip, self.record.route = plan, None
+
+    def _weighed(self, facts: BackendFacts, ticket: Ticket, route: Route) -> policy.Plan:
+        """Decide between the two ways of a prompt that can be handed off."""
+        outlooks, record, prompt = self._handoffs.outlooks, self.record, self._prompt
+        assert prompt is not None  # noqa: S101 - it was tokenized
+        outlook = outlooks.of(facts, prompt, route, ticket, self._config)
+        plan: policy.Plan = policy.HandOff(route)
+        if self._policy is Policy.AUTO:
+            plan = weigh(outlook)
+            outlooks.decided(outlook, plan)
+            record.slot_tokens = outlook.cached_tokens
+            record.decoder_estimate_ms = outlook.by_decoder_ms
+            record.provider_estimate_ms = outlook.by_provider_ms
+            record.explored = plan.explored or None
+        outlooks.expect(ticket, outlook, plan, self._parsed.json)
+        return plan
+
+    def _outlook_now(self, ticket: Ticket, facts: BackendFacts, route: Route) -> Outlook:
+        assert self._prompt is not None  # noqa: S101 - it was tokenized
+        facts = self._handoffs.supervisor.facts or facts
+        return self._handoffs.outlooks.of(facts, self._prompt, route, ticket, self._config)
+
+    async def _tokens(self, facts: BackendFacts, ticket: Ticket, body: bytes) -> Prompt | None:
+        """Return what the decoder will evaluate, or None with `_skip` saying why not."""
         prompt = self._parsed.prompt
         try:
             match prompt:
@@ -313,7 +418,7 @@ class Exchange:
                     self._skip = policy.Skip(Reason.NOT_TEXT, detail)
                     return None
                 case request.Ids(ids):
-                    return list(ids)
+                    return Prompt(ids)
                 case request.Text(content):
                     return await self._tokenize(facts, ticket, content)
                 case request.Chat():
@@ -332,28 +437,40 @@ class Exchange:
 
     async def _tokenize(
         self, facts: BackendFacts, ticket: Ticket, content: str | list[int | str]
-    ) -> list[int]:
+    ) -> Prompt:
         ticket.phase = "tokenize"
         with timed(self.record, "tokenize_ms"):
-            return await facts.server.tokenize(content)
+            ids = await facts.server.tokenize(content)
+        return Prompt(ids, content if isinstance(content, str) else None)
 
-    async def _by_share(self, facts: BackendFacts, ticket: Ticket, tokens: list[int]) -> bool:
+    async def _by_share(
+        self, facts: BackendFacts, ticket: Ticket, tokens: list[int], plan: policy.HandOff
+    ) -> bool:
         """Hand over through the decoder's memory; False when nothing of that has begun."""
-        shares = self._handoffs.shares
+        shares, outlooks = self._handoffs.shares, self._handoffs.outlooks
         self.record.route = Route.SHARED
         refusal = shares.refusal_of(facts)
-        why_not: HandoffError | None
+        why_not: HandoffError | float
         if refusal is not None:
             # Judged once: a pause may end at any moment, and the slot is not ours here.
             self.record.share_ms = 0.0
             why_not = HandoffError(Reason.SHARE_REFUSED, refusal)
         else:
             # It is the slot's own memory that the provider writes to: nobody else may be in it.
+            had_to_wait = ticket.place > 0
             with self._waiting("queue_ms", ticket):
                 await ticket.wait_slot()
             facts = await self._handoffs.supervisor.wait_ready()
+            if had_to_wait and self._policy is Policy.AUTO and not plan.explored:
+                now = self._outlook_now(ticket, facts, Route.SHARED)
+                if is_overtaken(now, 0.0):
+                    self._skip_it(policy.Skip(Reason.OVERTAKEN, now.comparison()))
+                    return True
+            cold = self._handoffs.runs.ended_well == 0
+            outlooks.memory.forget()
             why_not = await shares.hand_over(facts, tokens, self.record, ticket, self._config)
-        if why_not is None:
+        if isinstance(why_not, float):
+            self.lessons.run_ended(Route.SHARED, len(tokens), why_not, overlapped=False, cold=cold)
             audits, layout = self._handoffs.audits, facts.layout
             audits.forget_slot()
             if layout is not None and audits.wants(in_slot=True, layout=layout):
@@ -369,17 +486,26 @@ class Exchange:
         )
         return False
 
-    async def _by_file(self, facts: BackendFacts, ticket: Ticket, tokens: list[int]) -> None:
+    async def _by_file(
+        self, facts: BackendFacts, ticket: Ticket, tokens: list[int], plan: policy.HandOff
+    ) -> None:
         handoffs = self._handoffs
         layout = facts.layout
         assert layout is not None  # noqa: S101 - plan() skips a decoder without one
+        has_to_wait = ticket.place > 1
         with self._waiting("queue_ms", ticket):
             await ticket.wait_may_prefill()
+        if has_to_wait and self._policy is Policy.AUTO:
+            again = self._weighed(handoffs.supervisor.facts or facts, ticket, Route.FILE)
+            if isinstance(again, policy.Skip):
+                self._skip_it(again)
+                return
+            plan = again
         handoffs.audits.make_room(layout.bytes_for(len(tokens)))
-        name, size = await handoffs.runs.prefill(
-            tokens, layout, self.record, ticket, self._config, facts.baseline
-        )
-        self.record.state_bytes = size
+        prefilled = await self._prefill(facts, layout, ticket, tokens, plan)
+        if prefilled is None:
+            return
+        name, self.record.state_bytes = prefilled.name, prefilled.size
         try:
             with self._waiting("queue_ms", ticket):
                 await ticket.wait_slot()
@@ -389,19 +515,13 @@ class Exchange:
                     Reason.BAD_STATE, "the decoder came back with another state layout"
                 )
             ticket.phase = "restore"
-            await self._restore(facts, name, size, len(tokens))
+            handoffs.outlooks.memory.forget()
+            took_ms = await handoffs.files.restore(
+                facts, prefilled, tokens, self.record, self._config
+            )
+            self.lessons.restored(prefilled, len(tokens), took_ms)
             if handoffs.audits.wants(in_slot=False, layout=layout):
                 self._evidence = _Evidence(tokens, layout, name)
-        except HandoffError as error:
-            if error.reason in (Reason.RESTORE_REFUSED, Reason.RESTORE_SHORT):
-                handoffs.bad_states.take(
-                    handoffs.slots.path / name,
-                    tokens,
-                    str(error),
-                    self.record.request_id,
-                    self._config.handoff.keep_bad_states,
-                )
-            raise
         finally:
             if self._evidence is None:
                 handoffs.slots.remove(name)
@@ -409,39 +529,36 @@ class Exchange:
         self._handed = self.record.handed_tokens = len(tokens)
         self._generation = facts.generation
 
-    async def _restore(self, facts: BackendFacts, name: str, size: int, count: int) -> None:
-        """Restore into slot 0, which is this request's.
+    async def _prefill(
+        self,
+        facts: BackendFacts,
+        layout: Layout,
+        ticket: Ticket,
+        tokens: list[int],
+        plan: policy.HandOff,
+    ) -> Prefilled | None:
+        """Run the provider; None when the decoder was faster, with `_skip` saying so."""
+        runs = self._handoffs.runs
+        overlapped, cold = ticket.place > 0, runs.ended_well == 0
 
-        Shielded: a restore whose client has left is carried out all the same, so the slot must not
-        change hands before its answer.
-        """
-        handoffs = self._handoffs
-        record = self.record
-        with trio.CancelScope(shield=True), timed(record, "restore_ms"):
-            try:
-                restored = await facts.server.restore(name)
-            except BackendRefused as error:
-                await handoffs.make_safe(facts, "a refused restore")
-                raise HandoffError(Reason.RESTORE_REFUSED, str(error)) from error
-            except BackendTimeout as error:
-                handoffs.supervisor.kill(f"it did not answer a restore: {error}")
-                raise HandoffError(Reason.BACKEND_DOWN, str(error)) from error
-            except BackendGone as error:
-                raise HandoffError(
-                    Reason.BACKEND_DOWN, "the decoder died while it restored the state"
-                ) from error
-            except BackendError as error:
-                await handoffs.make_safe(facts, "an unreadable answer to a restore")
-                raise HandoffError(Reason.RESTORE_REFUSED, str(error)) from error
-            if restored.n_restored != count or restored.n_read != size:
-                await handoffs.make_safe(facts, "a short restore")
-                raise HandoffError(
-                    Reason.RESTORE_SHORT,
-                    f"the decoder restored {restored.n_restored} of {count} tokens and read "
-                    f"{restored.n_read} of {size} bytes",
-                )
-        if restored.restore_ms is not None:
-            record.restore_ms = restored.restore_ms
+        async def work() -> Prefilled:
+            wanted = (self.record, ticket, self._config, facts.baseline)
+            return await runs.prefill(tokens, layout, *wanted)
+
+        result: Prefilled | Overtaken
+        if self._policy is not Policy.AUTO:
+            result = await work()
+        else:
+            outlook = partial(self._outlook_now, ticket, facts, Route.FILE)
+            result = await race(work, plan, ticket, outlook, lambda: runs.running)
+        if isinstance(result, Prefilled):
+            self.lessons.run_ended(
+                Route.FILE, len(tokens), result.run_ms, overlapped=overlapped, cold=cold
+            )
+            return result
+        self._skip_it(policy.Skip(Reason.OVERTAKEN, result.detail))
+        self.lessons.run_stopped(result, len(tokens), overlapped=overlapped)
+        return None
 
     async def _forward(self) -> Reply:
         """Send the request itself; once more to a new decoder when this one dies under it."""
@@ -505,13 +622,34 @@ class Exchange:
         watch.feed(data)
         if watch.started and self.record.first_byte_ms is None:
             self.record.first_byte_ms = _ms_since(self._started)
+            self.lessons.run_beside |= self._handoffs.runs.running is not None
 
     def free_slot(self) -> None:
         """The decoder is done with this request: the next one need not wait for our client."""
         if self._reply is not None:
             self._reply.close()
         if self._ticket is not None:
+            if self._ticket.granted is not None and not self._slot_is_noted:
+                self._slot_is_noted = True
+                self._note_slot()
             self._ticket.leave()
+
+    def _note_slot(self) -> None:
+        """Remember what this request leaves in the slot, which is still its own."""
+        if self._forwarded is None:
+            return  # what a restore did has been said already
+        facts = self._handoffs.supervisor.facts
+        is_same = facts is not None and facts.generation == self._generation
+        self.lessons.slot_left(
+            self._prompt if is_same else None,
+            None if self._reply is None else self._reply.status,
+            self.watch,
+            restored=self._handed is not None,
+        )
+
+    @property
+    def _timings(self) -> dict[str, Any] | None:
+        return None if self.watch is None else self.watch.timings()
 
     def note_broken_off(self, error: BackendError) -> None:
         """The decoder broke off in the middle of the reply; the client has seen that."""
@@ -560,8 +698,7 @@ class Exchange:
         """Decide outcome and reason from what happened."""
         record = self.record
         if self.watch is not None:
-            timings = self.watch.timings()
-            record.cached_tokens, record.evaluated_tokens = sse.token_counts(timings)
+            record.cached_tokens, record.evaluated_tokens = sse.token_counts(self._timings)
             if (
                 record.prompt_tokens is None
                 and record.cached_tokens is not None

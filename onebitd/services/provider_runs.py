@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -33,6 +34,34 @@ _LOCK_CHECK_S: Final = 10.0
 """How often to see whether a lock that is held for life is still the file at its path."""
 
 ProviderState: TypeAlias = Literal["none", "idle", "running", "stuck"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A run that ended well.
+
+    Attributes:
+        name: of the checked state file in the slot directory, which is the caller's to remove.
+        size: of the file in bytes.
+        run_ms: from the start of the program to the end of the check.
+    """
+
+    name: str
+    size: int
+    run_ms: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Running:
+    """The run that is on: whose it is, and when its program was started (time.monotonic())."""
+
+    ticket: Ticket
+    began: float
+
+    @property
+    def elapsed_ms(self) -> float:
+        """Since its start."""
+        return (time.monotonic() - self.began) * 1000.0
 
 
 class ProviderRuns:
@@ -72,6 +101,8 @@ class ProviderRuns:
         self._turn = trio.Lock()  # one run at a time, in the line's order
         self._in_use: DeviceLock | None = None  # the lock that the run or the stuck one has
         self._stuck: Child | None = None
+        self.running: Running | None = None  # the last one, while its turn lasts
+        self.ended_well = 0  # runs since the start
         self._running = False
         self._ended = False
         self._stuck_event = trio.Event()
@@ -221,7 +252,7 @@ class ProviderRuns:
         ticket: Ticket,
         config: Config,
         baseline: Baseline | None = None,
-    ) -> tuple[str, int]:
+    ) -> Prefilled:
         """Have the provider prefill these tokens; the caller removes the state file.
 
         Args:
@@ -232,14 +263,11 @@ class ProviderRuns:
             config: what the request began with: its provider runs. The lock is the one that is
                 configured by the time of the run.
 
-        Returns:
-            The checked state file's name in the slot directory, and its size in bytes.
-
         Raises:
             HandoffError: with the reason.
         """
         ticket.phase = "lock"
-        async with self._turn:
+        async with self._its_turn():
             self._refuse_if_stuck()
             self._slots.check_space(layout.bytes_for(len(tokens)))
             with self._run_files(tokens) as run:
@@ -256,7 +284,8 @@ class ProviderRuns:
                     async with early.running():
                         await self._run_locked(argv, record, ticket, config)
                         with timed(record, "check_ms"):
-                            return await run.take_state(*wanted, early=early)
+                            name, size = await run.take_state(*wanted, early=early)
+                        return Prefilled(name, size, self._note_ended_well())
                 except HandoffError as error:
                     if error.reason is Reason.BAD_STATE:
                         self._bad_states.take(
@@ -276,7 +305,7 @@ class ProviderRuns:
         record: HandoffRecord,
         ticket: Ticket,
         config: Config,
-    ) -> None:
+    ) -> float:
         """Have the provider prefill these tokens into memory that the decoder shares.
 
         Args:
@@ -284,12 +313,15 @@ class ProviderRuns:
             shared: the decoder's descriptors; the caller closes them.
             begin: called before the provider gets them.
 
+        Returns:
+            The milliseconds from the start of the program to its end.
+
         Raises:
             HandoffError: with the reason. Whatever happens, the run is over by then, unless
                 `state` says that it is stuck.
         """
         ticket.phase = "lock"
-        async with self._turn:
+        async with self._its_turn():
             self._refuse_if_stuck()
             with self._run_files(tokens) as run:
                 argv = provider_contract.shared_route_argv(
@@ -301,6 +333,20 @@ class ProviderRuns:
                     elfs=config.provider.elfs,
                 )
                 await self._run_locked(argv, record, ticket, config, begin=begin, fds=shared.fds)
+                return self._note_ended_well()
+
+    @contextlib.asynccontextmanager
+    async def _its_turn(self) -> AsyncIterator[None]:
+        async with self._turn:
+            try:
+                yield
+            finally:
+                self.running = None
+
+    def _note_ended_well(self) -> float:
+        assert self.running is not None  # noqa: S101 - a program was started
+        self.ended_well += 1
+        return self.running.elapsed_ms
 
     def _refuse_if_stuck(self) -> None:
         if self._stuck is not None:
@@ -351,6 +397,7 @@ class ProviderRuns:
     ) -> None:
         ticket.phase = "prefill"
         self._running = True
+        self.running = Running(ticket, time.monotonic())
         try:
             with timed(record, "provider_wall_ms"):
                 result = await run_provider(

@@ -92,11 +92,12 @@ class ShareRoute:
         record: HandoffRecord,
         ticket: Ticket,
         config: Config,
-    ) -> HandoffError | None:
+    ) -> HandoffError | float:
         """Have these tokens prefilled into the slot, which is the caller's, and adopted.
 
         Returns:
-            None when the slot holds them. Why nothing has begun, when another route is still open.
+            How long the provider's run took in milliseconds: the slot holds them. Or why nothing
+            has begun, when another route is still open.
 
         Raises:
             HandoffError: no other route is open; the slot is empty, or the decoder restarts.
@@ -121,9 +122,9 @@ class ShareRoute:
             except HandoffError as error:
                 record.share_ms = 0.0
                 return error
-            await self._fill(facts, tokens, shared, layout, record, ticket, config)
+            run_ms = await self._fill(facts, tokens, shared, layout, record, ticket, config)
         await trio.lowlevel.checkpoint_if_cancelled()  # the client may have left in the adoption
-        return None
+        return run_ms
 
     async def _empty(self, facts: BackendFacts) -> None:
         """Wait until the decoder has done with the slot, and empty it.
@@ -219,7 +220,7 @@ class ShareRoute:
         record: HandoffRecord,
         ticket: Ticket,
         config: Config,
-    ) -> None:
+    ) -> float:
         memory = None if layout is None else SharedMemory(shared.fds, layout, len(tokens))
         begun = False
 
@@ -234,12 +235,13 @@ class ShareRoute:
 
         good = False
         try:
-            await self._runs.prefill_shared(tokens, shared, begin, record, ticket, config)
+            run_ms = await self._runs.prefill_shared(tokens, shared, begin, record, ticket, config)
             if memory is not None:
                 await self._check(memory)
             ticket.phase = "adopt"
             await self._adopt(facts, tokens, shared, record)
             good = True
+            return run_ms
         finally:
             if begun and not good:
                 await self._take_out(facts, memory)

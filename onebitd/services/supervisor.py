@@ -190,6 +190,11 @@ class Supervisor:
         return self._launch.argv[0]
 
     @property
+    def argv(self) -> Sequence[str]:
+        """The decoder's command line."""
+        return self._launch.argv
+
+    @property
     def swa_window(self) -> int | None:
         """The model's sliding window in tokens, None without one."""
         return self._launch.swa_window

@@ -26,7 +26,7 @@ def heat_map(pairs: Sequence[Pair], title: str) -> bytes:
     Raises:
         UsageError: matplotlib is not installed.
     """
-    figure_module, canvas, colours = _matplotlib()
+    figure_module, canvas, colours = load_matplotlib()
     groups: dict[tuple[str, str], list[Pair]] = {}
     for pair in pairs:
         groups.setdefault((pair.section, pair.part), []).append(pair)
@@ -62,7 +62,12 @@ def _columns(errors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.asarray(np.maximum.reduceat(errors, starts))
 
 
-def _matplotlib() -> tuple[Any, Any, Any]:
+def load_matplotlib() -> tuple[Any, Any, Any]:
+    """Return the modules for figures, for a canvas that needs no display, and for colours.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
     try:
         from matplotlib import colors, figure
         from matplotlib.backends import backend_agg

@@ -20,8 +20,15 @@ from onebitd.client import ClientError, ControlClient, Refused, choose_socket
 from onebitd.core import paths
 from onebitd.core.errors import OnebitError
 from onebitd.core.handoff import Outcome
+from onebitd.surfaces import (
+    cli_advise,
+    cli_provider,
+    cli_state,
+    cli_status,
+    cli_text,
+    cli_units,
+)
 from onebitd.surfaces import cli_pages as pages
-from onebitd.surfaces import cli_provider, cli_state, cli_status, cli_text, cli_units
 
 MAX_RECORDS: Final = 1000
 LISTED_RECORDS: Final = 20
@@ -115,6 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     lock.set_defaults(run=run_lock)
 
+    cli_advise.register(commands, where)
     cli_provider.register(commands, where)
     cli_state.register(commands)
     cli_units.register(commands, _instance_parser(argparse.SUPPRESS))

@@ -1,6 +1,6 @@
 """The control API: HTTP/1.1 over the control socket, JSON.
 
-`GET /v1/status`, `GET /v1/handoffs`, `GET /v1/config`, `POST /v1/reload`,
+`GET /v1/status`, `GET /v1/handoffs`, `GET /v1/config`, `GET /v1/costs`, `POST /v1/reload`,
 `POST /v1/provider/reset`. Errors have the shape
 `{"error": {"message", "type", "code"}}`; a refused reload adds `problems`, a list of lines.
 """
@@ -45,6 +45,9 @@ class ControlView(Protocol):
     def config(self) -> Mapping[str, Mapping[str, Any]]:
         """Return `{key: {"value", "source"}}` of every setting, secrets hidden."""
 
+    def costs(self) -> Mapping[str, Any]:
+        """Return `{"costs", "ctx_size", "provider", "share", "model"}`: what advice rests on."""
+
 
 Reload = Callable[[], Awaitable[ReloadAnswer]]
 ResetProvider = Callable[[], ProviderReset]
@@ -79,6 +82,10 @@ def create_control_app(
     @app.get("/v1/config")
     async def config() -> Response:
         return jsonify(view.config())
+
+    @app.get("/v1/costs")
+    async def costs() -> Response:
+        return jsonify(view.costs())
 
     @app.post("/v1/reload")
     async def do_reload() -> Response:
@@ -224,7 +231,8 @@ def _render_error(error: HTTPException) -> Response:
     if isinstance(error, NotFound):
         message = (
             f"no such endpoint: {request.path}; this onebitd has GET /v1/status,"
-            " GET /v1/handoffs, GET /v1/config, POST /v1/reload and POST /v1/provider/reset"
+            " GET /v1/handoffs, GET /v1/config, GET /v1/costs, POST /v1/reload and"
+            " POST /v1/provider/reset"
         )
     elif isinstance(error, MethodNotAllowed):
         wanted = "POST" if "POST" in (error.valid_methods or ()) else "GET"

@@ -287,14 +287,21 @@ class Daemon:
         app = self._app = PublicApp(
             self._handoffs, self._config.http, self._keys, lambda: self._view.draining
         )
-        audits = self._handoffs.audits
-        audits.on_change = self._tell_manager
-        control_app: Any = create_control_app(self._view, self._reloads.reload, audits.reset)
+        audits, breaker, keeper = (
+            self._handoffs.audits,
+            self._handoffs.breaker,
+            self._handoffs.keeper,
+        )
+        audits.on_change = breaker.on_change = self._tell_manager
+        control_app: Any = create_control_app(
+            self._view, self._reloads.reload, self._handoffs.reset_provider
+        )
         public_server = HttpServer(app, self._listening.public)
         public = _Service(public_server.run)
         control = _Service(HttpServer(control_app, self._listening.control).run)
         handoffs = _Service(self._handoffs.runs.run)
         auditing = _Service(audits.run)
+        breaking, learning = _Service(breaker.run), _Service(keeper.run)
         decoder = _Service(self._run_decoder)
         reloads = _Service(self._reloads.run)
         async with trio.open_nursery() as nursery:
@@ -305,11 +312,14 @@ class Daemon:
             await public.start(nursery)
             handoffs.start_soon(nursery)
             auditing.start_soon(nursery)
+            breaking.start_soon(nursery)
+            learning.start_soon(nursery)
             self._announce()
             decoder.start_soon(nursery)
             await self._stop_asked.wait()
             await reloads.stop()
             await auditing.stop()
+            await breaking.stop()
             if self._listening.public_is_passed:
                 # Whoever comes now waits in the socket's backlog for the next onebitd.
                 public_server.stop_accepting()
@@ -320,6 +330,7 @@ class Daemon:
             await decoder.stop()
             await public.stop()
             await handoffs.stop()
+            await learning.stop()
             self._history.close()
             await control.stop()
             nursery.cancel_scope.cancel()

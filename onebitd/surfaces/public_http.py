@@ -206,6 +206,7 @@ class PublicApp:
             await self._handoffs.supervisor.wait_ready_for_client()
             await ticket.wait_slot()
             await self._handoffs.audits.put_slot_back()
+            self._handoffs.outlooks.memory.forget()  # nobody tells us what it leaves there
             ticket.phase = "decode"
             await self._pass(client, headers, body, on_end=ticket.leave)
         finally:

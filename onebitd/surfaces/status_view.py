@@ -195,6 +195,17 @@ class StatusView:
             shown[key] = {"value": value, "source": self._config.sources[key]}
         return shown
 
+    def costs(self) -> dict[str, Any]:
+        """Return what was learned of provider and decoder, and what it is about."""
+        config, facts = self._config, self._supervisor.facts
+        return {
+            "costs": self._handoffs.keeper.costs.to_json(),
+            "ctx_size": config.model.ctx_size if facts is None else facts.ctx_size,
+            "provider": config.provider.program,
+            "share": config.handoff.share,
+            "model": config.model.alias,
+        }
+
 
 def _without_secrets(args: Sequence[str]) -> list[str]:
     """Hide the value behind each flag whose name says that it is a secret."""

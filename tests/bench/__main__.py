@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench import audits, check, routes
+from tests.bench import audits, check, gate, routes
 from tests.bench.measure import Streamed, median, stream, table
 from tests.harness import RunningDaemon, running_onebitd
 from tests.llama_builds import (
@@ -233,6 +233,8 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Run the benchmark and print its tables."""
+    if sys.argv[1:2] == ["gate"]:
+        return gate.main(sys.argv[2:])
     args = read_arguments()
     tmpfs = Path(tempfile.mkdtemp(prefix="onebitd-bench-", dir="/dev/shm"))
     say(f"medians of {args.rounds} rounds, milliseconds, state files in tmpfs")

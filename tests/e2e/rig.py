@@ -122,9 +122,10 @@ class Rig:
         return (self.prepared.states / name).read_bytes()
 
     def heal(self) -> None:
-        """Let the provider be good again."""
+        """Let the provider be good again, and be called."""
         self.set_mode("ok")
         self.set_state(self.state_of(RHYME))
+        self.daemon.reset_provider()
 
     def ask(self, prompt: str, *, stream: bool = False, policy: str | None = None) -> HttpReply:
         """Post a greedy completion."""

@@ -85,8 +85,9 @@ class Route:
         (self.home / "front-knobs").write_text(front)
 
     def begin(self) -> None:
-        """Forget what came before; both stand-ins behave well."""
+        """Forget what came before, the daemon too; both stand-ins behave well."""
         self.behave()
+        self.daemon.reset_provider()
         self.forget()
 
     def forget(self) -> None:

@@ -227,9 +227,12 @@ def test_policy_never_hands_off_only_what_asks_for_it() -> None:
         record = route.record_of(reply)
         assert (record["outcome"], record["reason"]) == ("skipped", "policy")
         assert [one["target"] for one in route.backend()] == ["/v1/chat/completions"]
-        asked = route.daemon.chat("Hello you", headers={"X-Onebit-Handoff": "auto"})
-        assert route.record_of(asked)["outcome"] == "used"
-        (run,) = route.runs()
+        for policy in ("auto", "always", "strict"):  # auto: nothing is known of the provider yet
+            headers = {"X-Onebit-Handoff": policy}
+            asked = route.daemon.completion(f"{policy}, please", headers=headers)
+            assert route.record_of(asked)["outcome"] == "used"
+        *_, run = route.runs()
+        assert len(route.runs()) == 3
         assert run["argv"][0] == str(PROVIDER)
         assert run["argv"][-2:] == ["--elfs", "/some/elfs"]
         assert route.daemon.log_records("no_provider") == []

@@ -154,7 +154,8 @@ def test_reload_during_a_stream_leaves_it_whole_and_the_decoder_alone(daemon: Re
         ("timeout_s = 20", "timeout_s = 19"),
         OTHER_LOCK,
         ('level = "info"', 'level = "debug"'),
-        more='[handoff]\npolicy = "never"\n[backend]\nload_timeout_s = 5\nrestart_max = 1\n',
+        ('policy = "always"', 'policy = "never"'),
+        more="[backend]\nload_timeout_s = 5\nrestart_max = 1\n",
     )
     changed = daemon.reload()
     assert changed == [
@@ -241,7 +242,8 @@ def test_reload_what_needs_a_restart_is_named_and_not_applied(daemon: Reloader) 
     daemon.write(
         ("tiny.gguf", "other.gguf"),
         ("max_pending = 7", 'max_pending = 8\nhost = "127.0.0.2"'),
-        more='[handoff]\nstate_dir = "/tmp/onebitd-other"\n[backend]\nenv = { A = "b" }\n',
+        ('policy = "always"', 'policy = "always"\nstate_dir = "/tmp/onebitd-other"'),
+        more='[backend]\nenv = { A = "b" }\n',
     )
     restart = ("model.path", "http.host", "backend.env", "handoff.state_dir")
     assert daemon.reload(restart=restart) == ["http.max_pending"]

@@ -117,6 +117,7 @@ COMMANDS = (
     "config",
     "reload",
     "lock",
+    "advise",
     "provider check",
     "provider reset",
     "state show",

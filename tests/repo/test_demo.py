@@ -1,4 +1,4 @@
-"""`make demo` leaves nothing running, and the machine's device lock alone."""
+"""`make demo` leaves nothing running and the machine's lock alone, and hands off every prompt."""
 
 from __future__ import annotations
 
@@ -70,13 +70,21 @@ def test_demo_second_interrupt_hurries_the_daemon_and_still_waits() -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_demo_device_lock_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its configuration names a lock file below .venv/, in whatever directory the checkout is."""
+def test_demo_device_lock_is_its_own_and_every_prompt_is_handed_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its configuration names a lock file below .venv/, in whatever directory the checkout is.
+
+    And the policy: the default would try the provider twice and then leave it alone.
+    """
     assert demo.LOCK.is_relative_to(ROOT / ".venv")
     odd = tmp_path / 'a "b" \U0001f600'
     monkeypatch.setattr(demo, "CONFIG", odd / "demo.toml")
     monkeypatch.setattr(demo, "LOCK", odd / "device.lock")
     demo.write_config()
     written = tomllib.loads(demo.CONFIG.read_text())
-    assert written == {"lock": {"path": str(odd / "device.lock")}}
+    assert written == {
+        "handoff": {"policy": "always"},
+        "lock": {"path": str(odd / "device.lock")},
+    }
     assert written["lock"]["path"] != paths.DEVICE_LOCK

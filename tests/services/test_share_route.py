@@ -173,8 +173,8 @@ async def test_provider_that_cannot_be_killed_costs_the_decoder_and_not_its_coun
         assert rig.provider_state() == "stuck"
         rig.mode("ok")
         asked = await rig.ask()
-        assert (asked.end, asked.text) == (("fallback", "provider_timeout"), plain.text)
-        assert "an earlier provider run" in asked.record["detail"]
+        assert (asked.end, asked.text) == (("skipped", "breaker_open"), plain.text)
+        assert "cannot be killed" in asked.record["detail"]
         assert rig.supervisor.pid not in (None, old)
         assert rig.supervisor.last_exit is not None
         assert "a provider that cannot be killed" in rig.supervisor.last_exit.reason

@@ -27,6 +27,7 @@ from onebitd.core.control_api import (
     SlotStatus,
     Status,
 )
+from onebitd.core.costs import Costs
 from onebitd.core.handoff import HandoffRecord, Outcome
 from onebitd.services.history import History
 from onebitd.surfaces.control_http import create_control_app
@@ -77,6 +78,7 @@ class FakeView:
         self.broken = False
         self.reloaded: ReloadAnswer | Exception = ReloadAnswer([], [], [])
         self.resets = [ProviderReset(0, "closed")]
+        self.learned = Costs()
 
     def status(self) -> Status:
         """Return a healthy status with the test's changes, or fail."""
@@ -101,6 +103,16 @@ class FakeView:
             "http.port": {"value": 8000, "source": "default"},
             "backend.args": {"value": ["--threads", "4"], "source": "file"},
             "provider.elfs": {"value": None, "source": "default"},
+        }
+
+    def costs(self) -> dict[str, Any]:
+        """Return what the test taught it, and whose it is."""
+        return {
+            "costs": self.learned.to_json(),
+            "ctx_size": 8192,
+            "provider": "/usr/lib/onebit/npu-prefill",
+            "share": False,
+            "model": "qwen3-4b",
         }
 
 

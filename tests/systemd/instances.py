@@ -180,6 +180,8 @@ def configuration(
 ) -> dict[str, dict[str, object]]:
     """Return the configuration of an instance on the real decoder or the stand-in.
 
+    It hands off every prompt: the default policy weighs both ways, and here the decoder would win.
+
     Args:
         decoder: more arguments of the decoder.
         more: settings by section, over what is here.
@@ -206,6 +208,7 @@ def configuration(
             "provider": {"program": STANDIN_PROVIDER},
         }
     config["http"] = {"port": port}
+    config["handoff"] = {"policy": "always"}
     for section, settings in more.items():
         config.setdefault(section, {}).update(settings)
     return config

@@ -26,6 +26,8 @@ port = {port}
 llama_server = "/srv/checkout/tests/standins/llama_server.py"
 [provider]
 program = "/srv/checkout/tests/standins/provider.py"
+[handoff]
+policy = "always"
 """
 LOCK = "/tmp/1bit-npu-device.lock"
 # What Debian's own programs write when a package comes and goes.

@@ -43,11 +43,13 @@ def free_port(wanted: int) -> int:
 
 
 def write_config() -> None:
-    """Write what no flag can say: where the device lock is."""
+    """Write what no flag can say: where the device lock is, and that every prompt is handed off."""
     CONFIG.parent.mkdir(parents=True, exist_ok=True)
     # A JSON string is a TOML string, as long as it is not cut into surrogates.
     path = json.dumps(str(LOCK), ensure_ascii=False)
-    CONFIG.write_text(f"# Written by `make demo`.\n[lock]\npath = {path}\n")
+    CONFIG.write_text(
+        f'# Written by `make demo`.\n[handoff]\npolicy = "always"\n[lock]\npath = {path}\n'
+    )
 
 
 def stop(daemon: subprocess.Popen[bytes]) -> None:
@@ -141,6 +143,10 @@ def main() -> int:
         *("--port", str(port), "--", "-c", "4096", *CPU_ONLY),
     ]
     write_config()
+    print(
+        'policy "always": every prompt is handed off; "auto", the default, hands off what is '
+        "sooner that way, which with this provider on the CPU is next to nothing"
+    )
     print(f"starting {' '.join(command)}", flush=True)
     # A session of its own: Ctrl-C reaches this program alone, which then stops the daemon in order.
     daemon = subprocess.Popen(command, env=environ, start_new_session=True)

@@ -1,0 +1,126 @@
+"""A provider's run against the decoder: nothing waits for what would come later anyway.
+
+While the slot is somebody else's the run costs nobody anything. From the moment that the slot is
+free the decoder could do it instead, and the run goes on only as long as it is expected to win.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from onebitd.core.errors import HandoffError, RequestError
+from onebitd.core.plans import HandOff
+from onebitd.core.weighing import Outlook, is_overtaken
+from onebitd.services.admission import Ticket
+from onebitd.services.provider_runs import Prefilled, Running
+
+_LOOK_S = 0.05
+"""How often to see whether a run that waits for the device has begun."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Overtaken:
+    """The run was stopped, or not even begun.
+
+    Attributes:
+        detail: a sentence that says why.
+        elapsed_ms: how long the program had run; None when it had not begun.
+        overran: it took longer than a run that was expected to win may.
+    """
+
+    detail: str
+    elapsed_ms: float | None
+    overran: bool
+
+
+async def race(
+    prefill: Callable[[], Awaitable[Prefilled]],
+    plan: HandOff,
+    ticket: Ticket,
+    outlook: Callable[[], Outlook],
+    running: Callable[[], Running | None],
+) -> Prefilled | Overtaken:
+    """Run the provider until it is done, or until the decoder would be sooner.
+
+    Args:
+        prefill: the run.
+        plan: that it follows from.
+        ticket: its request's place in the line.
+        outlook: as of the moment of the call.
+        running: the run that is on.
+
+    Raises:
+        HandoffError, RequestError: those of `prefill`.
+
+    A run that is stopped leaves nothing behind, as after a cancel.
+    """
+    done: list[Prefilled | Exception] = []
+    stopped: list[Overtaken] = []
+
+    async def run() -> None:
+        try:
+            done.append(await prefill())
+        except (HandoffError, RequestError) as error:
+            done.append(error)
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        try:
+            stopped.append(await _wait_overtaken(plan, ticket, outlook, running))
+        except RequestError:  # the line was closed: whoever waits for the slot next says so
+            await trio.sleep_forever()
+        nursery.cancel_scope.cancel()
+    for result in done:  # it may have ended in the same moment
+        if isinstance(result, Exception):
+            raise result
+        return result
+    return stopped[0]
+
+
+async def _wait_overtaken(
+    plan: HandOff,
+    ticket: Ticket,
+    outlook: Callable[[], Outlook],
+    running: Callable[[], Running | None],
+) -> Overtaken:
+    await ticket.wait_slot()
+    free_since = time.monotonic()
+    while True:
+        now = outlook()
+        run = running()
+        elapsed_ms = None if run is None or run.ticket is not ticket else run.elapsed_ms
+        since_ms = (time.monotonic() - free_since) * 1000.0
+        # An exploration is expected to lose; how much it may is its limit.
+        if not plan.explored and is_overtaken(now, elapsed_ms or 0.0):
+            left_ms = max(0.0, (now.provider_ms or 0.0) - (elapsed_ms or 0.0)) + now.handover_ms
+            return Overtaken(
+                f"the slot is free, {left_ms:.0f} ms more on the provider,"
+                f" {now.decoder_ms or 0.0:.0f} ms on the decoder",
+                elapsed_ms,
+                overran=False,
+            )
+        left_ms = _left_ms(plan, now, elapsed_ms, since_ms)
+        if left_ms <= 0:
+            what = "the device was not free" if elapsed_ms is None else "the provider was not done"
+            spent_ms = since_ms if elapsed_ms is None else elapsed_ms
+            return Overtaken(
+                f"{what} after {spent_ms:.0f} ms, {now.decoder_ms or 0.0:.0f} ms on the decoder",
+                elapsed_ms,
+                overran=not plan.explored,
+            )
+        await trio.sleep(min(left_ms / 1000.0, _LOOK_S) if elapsed_ms is None else left_ms / 1000.0)
+
+
+def _left_ms(plan: HandOff, now: Outlook, elapsed_ms: float | None, since_ms: float) -> float:
+    """Return for how much longer the run is worth waiting for."""
+    if plan.limit_ms is None or now.decoder_ms is None:
+        return float("inf")
+    if elapsed_ms is None:
+        # It waits for the device: no longer than what the decoder would have taken.
+        return now.decoder_ms - since_ms
+    return plan.limit_ms - elapsed_ms
