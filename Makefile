@@ -6,10 +6,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-rest test-side demo bench deb clean $(VENV)
+.PHONY: help test test-rest test-side demo bench bench-gate deb clean $(VENV)
 
 help: ## list the targets
-	@sed -n 's/^\([a-z.]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z.-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
 # The stamp is last: an interrupted install is done again. pip learned --group in 25.1; -qq leaves
 # its errors alone.
@@ -57,6 +57,10 @@ demo: $(VENV)/.installed ## serve a small model with a handoff (ONCE=1: one requ
 bench: $(VENV)/.installed ## measure the handoff against the plain decoder
 	@$(BIN)/python -m tests.tools.fetch_llama demo
 	@$(BIN)/python -m tests.bench
+
+bench-gate: $(VENV)/.installed ## replay traces: is policy auto as fast as the better way? (20 min)
+	@$(BIN)/python -m tests.tools.fetch_llama demo
+	@$(BIN)/python -m tests.bench gate
 
 deb: ## build dist/onebitd_VERSION_all.deb with Debian's tools
 	@$(PYTHON) units/debian/build.py

@@ -105,7 +105,7 @@ class ControlClient:
         return client._object("/v1/reload", "POST")
 
     def reset_provider(self) -> dict[str, Any]:
-        """Clear what audits found; return `{"strikes", "breaker"}` as they were before."""
+        """Clear what is held against the provider; return `control_api.ProviderReset`'s fields."""
         return self._object("/v1/provider/reset", "POST")
 
     def handoffs(

@@ -14,7 +14,8 @@ from onebitd.core.audit import LastAudit
 
 STATES: Final = ("loading", "ready", "degraded", "restarting", "draining", "failed")
 """The daemon's own state, the first word of `onebitctl status`. Degraded: ready, and an audit has
-found drift since the last reset of the provider."""
+found drift since the last reset of the provider, its breaker is not closed, or nothing is handed
+over because the decoder makes no use of it."""
 
 
 def rfc3339(moment: dt.datetime) -> str:
@@ -72,9 +73,18 @@ class BackendStatus:
 class ProviderStatus:
     """The prefill provider; `state` is `none`, `idle`, `running` or `stuck`.
 
-    `breaker` is `open` while audits keep it out of service, else `closed`: every failure is tried
-    again with the next prompt. `shared` is the shared route: `off`, `on`, `not supported by this
-    decoder` or `paused, ...`.
+    `breaker` is `closed`, `open` or `half_open`; `open` also while audits keep the provider out of
+    service, with the class `drift`. `shared` is the shared route: `off`, `on`, `not supported by
+    this decoder` or `paused, ...`.
+
+    Attributes:
+        breaker_class: one of `core.failure_class`, or `drift`; this and the next three are None
+            while it is closed.
+        breaker_since: when it opened, RFC 3339.
+        breaker_next_try_s: until the provider is tried again, 0 while it is; None for `drift`, which
+            ends by a reset only.
+        breaker_detail: the sentence that a skipped request has as its detail.
+        route_off: why nothing is handed over to this decoder any more, None as long as it is.
     """
 
     program: str | None
@@ -84,6 +94,11 @@ class ProviderStatus:
     last_error: dict[str, str] | None
     """`time`, `reason` and `detail` of the last failed handoff, None when there was none."""
     shared: str = "off"
+    breaker_class: str | None = None
+    breaker_since: str | None = None
+    breaker_next_try_s: float | None = None
+    breaker_detail: str | None = None
+    route_off: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,10 +190,19 @@ class Status:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProviderReset:
-    """What `POST /v1/provider/reset` cleared: strikes, and the breaker as it was before."""
+    """What `POST /v1/provider/reset` cleared, as it was before.
+
+    Attributes:
+        strikes: of audits.
+        breaker: `closed`, `open` or `half_open`.
+        failures: in a row that the breaker had counted.
+        route_off: why nothing was handed over to this decoder, None when that was not so.
+    """
 
     strikes: int
     breaker: str
+    failures: int = 0
+    route_off: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a plain dict, in the order of the declaration."""

@@ -93,6 +93,8 @@ def fit_curve(points: Sequence[Point], *, flat: bool) -> Terms:
     bends = [point.terms[2] / point.terms[1] for point in points]
     if len(points) < _BEND_POINTS or min(bends) <= 0.0 or _span(bends) < _BEND_SPAN:
         return straight
+    if sum(bend > max(bends) / 2 for bend in bends) < 2:
+        return straight  # any single point at the end lies on some bent curve
     bent = table.fit([0, 1, 2])
     # Noise bends a straight line too, and lengths far off would pay for it.
     if bent and table.misfit(bent) < _BEND_GAIN * table.misfit(straight):

@@ -47,7 +47,7 @@ class Costs:
     def __init__(self) -> None:
         self._provider = {route: _provider_cost() for route in Route}
         self._restore = LearnedCost(_straight)
-        self._decoder = LearnedCost(_at_depth, most=96)
+        self._decoder = LearnedCost(_at_depth, most=48)
         self._decoder_one = LearnedCost(_straight, flat=True)
         self._front = LearnedCost(_straight)
         self._reply = LearnedCost(_straight)
@@ -201,6 +201,10 @@ class Costs:
         """Return how many runs that ended well are known; cold ones count if all are."""
         return len(self._provider[route].ended_well())
 
+    def provider_tries(self, route: Route) -> int:
+        """Return how many runs are known in all, cold and stopped ones too."""
+        return len(self._provider[route].rows())
+
     def decoder_samples(self) -> int:
         """Return how many replies are known that evaluated at least 16 tokens."""
         return len(self._decoder.ended_well(LEAST_EVALUATED))
@@ -212,6 +216,12 @@ class Costs:
     def decoder_age_s(self, now: float) -> float | None:
         """Return seconds since the newest of the replies that are counted."""
         return _age_s(self._decoder.ended_well(LEAST_EVALUATED), now)
+
+    def refit(self) -> None:
+        """Work out now what the next estimate would have to: some milliseconds."""
+        for cost in (*self._provider.values(), *self._parts().values()):
+            if isinstance(cost, LearnedCost):
+                cost.estimate(1)
 
     # The file
 

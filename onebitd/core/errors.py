@@ -7,6 +7,7 @@
     |-- SpawnError                a program cannot be started (adapters/process)
     |-- ShareLayoutError          a shared memory's header cannot be (core/share_layout)
     |-- UnitFilesError            units cannot be installed or removed (core/unit_layout)
+    |-- CostFileError             learned costs cannot be kept (adapters/cost_file)
     |-- NeedsRoot                 exit 4: only root may do this (surfaces/cli_units)
     |-- ClientError               a question to the control socket has no answer (client)
     |-- InstanceTaken             exit 3: another process has this instance or port

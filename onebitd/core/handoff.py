@@ -21,7 +21,7 @@ class Outcome(enum.StrEnum):
     FALLBACK = "fallback"
     """A handoff was tried and failed; the decoder prefilled by itself."""
     SKIPPED = "skipped"
-    """No handoff was tried: the policy or the request said no."""
+    """The decoder's own prefill was chosen: by the policy, by the request, or in a race."""
     FAILED = "failed"
     """The client got an error: a strict handoff failed, or the decoder could not answer."""
     CANCELLED = "cancelled"

@@ -65,6 +65,8 @@ class EventWatch:
             else:
                 self._take_line(line)
         if len(self._held) > _MAX_EVENT_BYTES:
+            self._events_bytes += len(self._held)
+            self._events.clear()
             self._held.clear()
             self._overlong = True
 

@@ -37,8 +37,8 @@ class Outlook:
         provider_ms: the wait for the provider and the device, and the run.
         handover_ms: restore, or share and adopt, and the one token.
         displaced_ms: what losing another conversation of the decoder's is expected to cost.
-        provider_runs, decoder_replies: how many the estimates rest on; a run that was cut off
-            counts.
+        provider_runs, decoder_replies: how many the estimates rest on; a cold run counts, and one
+            that was cut off.
         provider_age, decoder_age: decisions since one of them was last added.
         leaning: what was decided last for a prompt of about this size: True a handoff.
         budget_ms: what may be spent on exploration.
@@ -86,6 +86,8 @@ class Outlook:
         parts += [] if decoder is None else [f"{_ms(decoder)} on the decoder"]
         if self.cached_tokens:
             parts.append(f"{self.cached_tokens} of {self.prompt_tokens} tokens are in its cache")
+        if parts and self.displaced_ms:
+            parts.append(f"{_ms(self.displaced_ms)} for what a handoff displaces")
         return ", ".join(parts)
 
 
@@ -100,18 +102,19 @@ def weigh(outlook: Outlook) -> Plan:
     learned = outlook.provider_runs >= LEARN_FROM and outlook.decoder_replies >= LEARN_FROM
     if provider is None or decoder is None or not learned:
         return _learn(outlook)
-    provider += outlook.displaced_ms
     margin = 1.0
     if outlook.leaning is not None:
         margin = 1.0 + HYSTERESIS if outlook.leaning else 1.0 - HYSTERESIS
-    if provider < decoder * margin:
-        cost = decoder - provider
+    if provider + outlook.displaced_ms < decoder * margin:
+        cost = _exploration_ms(outlook, by_provider=False)
         if outlook.decoder_age >= EXPLORE_AFTER and cost <= outlook.budget_ms:
             return Skip(Reason.POLICY, f"a look at the decoder: {outlook.comparison()}", True)
         return HandOff(outlook.route, limit_ms=_patience_ms(outlook))
-    cost = _exploration_ms(outlook)
-    if outlook.provider_age >= EXPLORE_AFTER and cost <= outlook.budget_ms:
-        return HandOff(outlook.route, explored=True, limit_ms=outlook.decoder_ms)
+    # What is left of a turn is soon decoded: a run that is cut off then has shown nothing.
+    if outlook.provider_age >= EXPLORE_AFTER and not outlook.is_mostly_cached:
+        cost = _exploration_ms(outlook, by_provider=True)
+        if cost <= outlook.budget_ms:
+            return HandOff(outlook.route, explored=True, limit_ms=outlook.decoder_ms)
     return _skip(outlook)
 
 
@@ -144,14 +147,17 @@ def _skip(outlook: Outlook) -> Skip:
     return Skip(Reason.POLICY, outlook.comparison() or "the decoder is faster")
 
 
-def _exploration_ms(outlook: Outlook) -> float:
-    """Return what a run of the slower provider costs at most: it is cut off."""
-    provider, decoder = outlook.by_provider_ms, outlook.decoder_ms
+def _exploration_ms(outlook: Outlook, *, by_provider: bool) -> float:
+    """Return what taking the slower way is expected to cost at most: a run by file is cut off."""
+    provider, decoder = outlook.by_provider_ms, outlook.by_decoder_ms
     assert provider is not None  # noqa: S101 - both are known when this is asked
     assert decoder is not None  # noqa: S101
+    loss = provider + outlook.displaced_ms - decoder
+    if not by_provider:
+        return -loss
     if outlook.route is Route.SHARED:  # never stopped: it writes into the slot
-        return provider - outlook.slot_wait_ms - decoder
-    return min(provider - outlook.slot_wait_ms - decoder, decoder)
+        return loss
+    return min(loss, decoder - outlook.slot_wait_ms)
 
 
 def _patience_ms(outlook: Outlook) -> float:
@@ -184,12 +190,10 @@ class Habits:
 
     Attributes:
         budget_ms: for exploration: a share of the time that prompts took.
-        stopped_runs: that were cut off, and so have taught what a whole one would have.
         provider_age, decoder_age: decisions since that way was last taken.
     """
 
     budget_ms: float = 0.0
-    stopped_runs: int = 0
     provider_age: int = 0
     decoder_age: int = 0
     _leanings: dict[int, bool] = dataclasses.field(default_factory=dict)
@@ -204,7 +208,7 @@ class Habits:
         provider, decoder = outlook.by_provider_ms, outlook.by_decoder_ms
         if provider is not None and decoder is not None:
             if decided.explored:
-                cost = decoder - provider if not hands_off else _exploration_ms(outlook)
+                cost = _exploration_ms(outlook, by_provider=hands_off)
                 self.budget_ms = max(0.0, self.budget_ms - max(0.0, cost))
             else:
                 self.budget_ms = min(

@@ -67,7 +67,6 @@ class Lessons:
         now, reason = time.time(), Reason.PROVIDER_TIMEOUT
         costs = self._outlooks.costs
         if stopped.elapsed_ms is not None:
-            self._outlooks.habits.stopped_runs += 1
             costs.note_provider_at_least(
                 Route.FILE, tokens, stopped.elapsed_ms, overlapped=overlapped, now=now
             )

@@ -89,7 +89,7 @@ class Outlooks:
             provider_ms=self._provider_ms(route, count - 1, wait_ms > 0, ticket, config),
             handover_ms=self._handover_ms(route, count, facts.layout),
             displaced_ms=(lost_ms or 0.0) * self.memory.returns_share,
-            provider_runs=costs.provider_samples(route) + self.habits.stopped_runs,
+            provider_runs=costs.provider_tries(route),
             decoder_replies=costs.decoder_samples(),
             provider_age=self.habits.provider_age,
             decoder_age=self.habits.decoder_age,

@@ -136,9 +136,9 @@ def _register_reset(
 ) -> None:
     reset = actions.add_parser(
         "reset",
-        help="call it again after audits found drift, and forget their strikes",
-        description="Put the prefill provider back into service after audits found drift, and"
-        " forget their strikes.",
+        help="call it again after failures or drift, and forget them",
+        description="Put the prefill provider back into service after failures, after audits found"
+        " drift, or after its handoffs were of no use, and forget these.",
         parents=[where],
         allow_abbrev=False,
     )
@@ -147,7 +147,7 @@ def _register_reset(
 
 
 def run_reset(arguments: argparse.Namespace) -> int:
-    """Clear what audits held against the provider, and print what that was."""
+    """Clear what is held against the provider, and print what that was."""
     from onebitd.client import ControlClient, choose_socket
 
     path = arguments.socket or choose_socket(arguments.instance, os.environ, os.geteuid())
@@ -161,15 +161,19 @@ def reset_line(answer: Mapping[str, Any]) -> str:
 
     >>> reset_line({"strikes": 3, "breaker": "open"})
     'cleared 3 strikes; the provider is back in service'
-    >>> reset_line({"strikes": 1, "breaker": "closed"})
-    'cleared 1 strike'
+    >>> reset_line({"strikes": 1, "breaker": "closed", "failures": 2, "route_off": None})
+    'cleared 1 strike, 2 failures'
+    >>> reset_line({"strikes": 0, "breaker": "closed", "failures": 0, "route_off": "of no use"})
+    'prompts are handed over again'
     >>> reset_line({"strikes": 0, "breaker": "closed"})
     'nothing to clear'
     """
-    strikes = answer.get("strikes") or 0
-    if not strikes:
-        return "nothing to clear"
-    line = f"cleared {strikes} {'strike' if strikes == 1 else 'strikes'}"
-    if answer.get("breaker") not in (None, "closed"):
-        line += "; the provider is back in service"
-    return cli_text.clean(line)
+    was_open = answer.get("breaker") not in (None, "closed")
+    counts = [(answer.get(f"{name}s") or 0, name) for name in ("strike", "failure")]
+    counted = [f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count]
+    parts = [f"cleared {', '.join(counted)}"] if counted else []
+    if was_open:
+        parts.append("the provider is back in service")
+    if answer.get("route_off"):
+        parts.append("prompts are handed over again")
+    return cli_text.clean("; ".join(parts) or "nothing to clear")

@@ -49,6 +49,18 @@ _ADVICE: Final = {
 }
 """What to do, by the reason of the last failure; an imperative, not another name for the fault."""
 
+_BREAKER_ADVICE: Final = {
+    "busy": "wait for the program that has the device, see `onebitctl lock`",
+    "denied": "give the service what the detail says is missing, and restart it",
+    "timeout": "find out what the provider waits for, or raise provider.timeout_s",
+    "crash": "run the provider by hand, see onebit-provider(7), EXAMPLES",
+    "wedged": "look at dmesg, the device may need a reset or the box a restart",
+    "bad_state": "check the provider with `onebitctl provider check`",
+    "suspended": "nothing to do, unless it stays so",
+    "drift": "check the provider with `onebitctl provider check`",
+}
+"""What to do, by the class of the breaker."""
+
 
 def status_page(status: Mapping[str, Any], now: dt.datetime, *, colour: bool) -> str:
     """Return the page of `onebitctl status`: what is wrong first, then the state, then the rest."""
@@ -72,6 +84,8 @@ def find_problems(status: Mapping[str, Any], now: dt.datetime) -> list[str]:
         _state_problem,
         _exit_problem,
         _provider_problem,
+        _breaker_problem,
+        _route_problem,
         _audit_problem,
         _lock_problem,
         _failure_problem,
@@ -151,7 +165,11 @@ def _provider_values(provider: Mapping[str, Any]) -> list[str]:
         return ["none: the decoder prefills every prompt itself"]
     text = f"{provider.get('state', '?')}, {provider['program']}"
     if provider.get("breaker") not in (None, "closed"):
-        text += f", breaker {provider['breaker']}"
+        kind = provider.get("breaker_class")
+        text += f", breaker {str(provider['breaker']).replace('_', ' ')}"
+        text += f" ({kind})" if kind else ""
+    elif provider.get("route_off"):
+        text += ", nothing is handed over"
     shared = provider.get("shared")
     return [text] if shared in (None, "off") else [text, f"shared: {shared}"]
 
@@ -257,13 +275,30 @@ def _provider_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None
             "A run of the prefill provider cannot be killed; no prompt is handed off until it is"
             " gone. It hangs in the kernel: look at dmesg, the device may need a reset."
         )
-    if provider.get("breaker") not in (None, "closed"):
-        return (
-            f"The prefill provider is not called for now: its breaker is {provider['breaker']}."
-            " Check it with `onebitctl provider check`, then put it back into service with"
-            " `onebitctl provider reset`."
-        )
     return None
+
+
+def _breaker_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
+    provider = part_of(status, "provider")
+    if provider.get("breaker") in (None, "closed"):
+        return None
+    kind, detail = provider.get("breaker_class"), provider.get("breaker_detail")
+    text = "The prefill provider is not called for now"
+    text += f": {detail}." if detail else f": its breaker is {provider['breaker']}."
+    advice = _BREAKER_ADVICE.get(str(kind))
+    if advice is not None:
+        text += f" What helps: {advice}."
+    return f"{text} `onebitctl provider reset` puts it back into service at once."
+
+
+def _route_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
+    why = part_of(status, "provider").get("route_off")
+    if not why:
+        return None
+    return (
+        f"Nothing is handed over to this decoder: {why}."
+        " After a change, `onebitctl provider reset` or a restart has it tried again."
+    )
 
 
 def _audit_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
@@ -287,6 +322,8 @@ def _lock_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
 
 def _failure_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
     provider, counts = part_of(status, "provider"), part_of(status, "handoffs")
+    if provider.get("breaker") not in (None, "closed") or provider.get("route_off"):
+        return None  # which says it all
     in_a_row = provider.get("consecutive_failures") or 0
     failed = sum(counts.get(name) or 0 for name in ("fallback", "wasted", "failed"))
     tried = failed + (counts.get("used") or 0)

@@ -62,7 +62,7 @@ def create_control_app(
         view: what it shows; nothing there waits.
         reload: reads the configuration again; raises ConfigError for a bad one and RequestError
             when it is not the time. It goes on when its client leaves.
-        reset_provider: clears what audits hold against the provider, at once.
+        reset_provider: clears what is held against the provider, at once.
 
     A client that follows ends when it leaves, when `view.history.close()` is called, or when the
     server's task is cancelled; it holds no task of its own.

@@ -11,6 +11,7 @@ from typing import Any, Final
 from onebitd import __version__
 from onebitd.adapters import lock_probe
 from onebitd.core.backend_state import BackendState
+from onebitd.core.breaker import BreakerStatus, State
 from onebitd.core.config import SETTING_BY_KEY, Config
 from onebitd.core.control_api import (
     BackendStatus,
@@ -67,15 +68,16 @@ class StatusView:
     def line(self) -> str:
         """Return the state as one line, for `systemctl status`.
 
-        It may be shown to everybody, so the decoder's last words, which may quote a prompt, stay
-        out of it.
+        It may be shown to everybody, so the last words of decoder and provider, which may quote a
+        prompt, stay out of it.
         """
         state, detail = self.state()
         if state == "draining" and self._admission.holder is None:
             return "stopping"
         if state in ("ready", "degraded"):
             where = f"ready on {', '.join(self._listen)}"
-            return where if detail is None else f"degraded, {detail}; {where}"
+            fault = self._fault(self._handoffs.breaker.brief)
+            return where if fault is None else f"degraded, {fault}; {where}"
         last_exit = self._supervisor.last_exit
         if state == "restarting" and last_exit is not None:
             return f"restarting the decoder: {last_exit.brief}"
@@ -95,11 +97,18 @@ class StatusView:
             replies = self._admission.pending + (self._admission.holder is not None)
             return "draining", f"{replies} {'reply' if replies == 1 else 'replies'}"
         if supervisor.state is BackendState.READY:
-            warning = self._handoffs.audits.warning
-            return "ready" if warning is None else "degraded", warning
+            fault = self._fault(self._handoffs.breaker.out_of_service)
+            return "ready" if fault is None else "degraded", fault
         if why is not None:
             return "restarting", why
         return "loading", f"{since_s:.0f} s"
+
+    def _fault(self, breaker: str | None) -> str | None:
+        """Return what keeps the daemon from handing over, or should; None when that is nothing."""
+        called = None if breaker is None else f"the provider is not called: {breaker}"
+        off = self._handoffs.route_off
+        route = None if off is None else f"nothing is handed over: {off}"
+        return "; ".join(filter(None, (self._handoffs.audits.warning, called, route))) or None
 
     def status(self) -> Status:
         """Return the whole of `/v1/status`, as of now."""
@@ -146,13 +155,24 @@ class StatusView:
         )
 
     def _provider_status(self) -> ProviderStatus:
+        handoffs = self._handoffs
+        breaker, drift = handoffs.breaker.status(), handoffs.audits.out_of_service
+        if drift is not None:
+            last = handoffs.audits.status().last
+            since = None if last is None else last.time
+            breaker = BreakerStatus(State.OPEN, breaker.failures, since=since, detail=drift)
         return ProviderStatus(
             program=self._config.provider.program,
-            state=self._handoffs.provider_state,
-            breaker="closed" if self._handoffs.audits.out_of_service is None else "open",
+            state=handoffs.provider_state,
+            breaker=breaker.state.value,
             consecutive_failures=self.history.consecutive_failures,
             last_error=self.history.last_failure,
-            shared=self._handoffs.shares.state(self._config),
+            shared=handoffs.shares.state(self._config),
+            breaker_class=breaker.failure_class if drift is None else "drift",
+            breaker_since=breaker.since,
+            breaker_next_try_s=breaker.next_try_s,
+            breaker_detail=breaker.detail,
+            route_off=handoffs.route_off,
         )
 
     def _lock_status(self) -> LockStatus:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench import audits, check, gate, routes
+from tests.bench import audits, check, gate, overlap, routes
 from tests.bench.measure import Streamed, median, stream, table
 from tests.harness import RunningDaemon, running_onebitd
 from tests.llama_builds import (
@@ -30,6 +30,8 @@ COMPLETIONS = "/v1/completions"
 BENCH_PARTS = ("handoff", "streaming", "shared", "check")
 SOAK_PARTS = ("audit",)
 """Only when asked for: hours, not minutes."""
+COMMANDS = {"gate": gate.main, "overlap": overlap.main}
+"""With a command line of their own."""
 PARTS = ("queue", "template", "tokenize", "lock", "provider_wall", "check", "restore")
 CONTEXT = 4096
 DECODER = ("-c", str(CONTEXT), "-t", "1", *CPU_ONLY)
@@ -233,8 +235,8 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Run the benchmark and print its tables."""
-    if sys.argv[1:2] == ["gate"]:
-        return gate.main(sys.argv[2:])
+    if sys.argv[1:] and sys.argv[1] in COMMANDS:
+        return COMMANDS[sys.argv[1]](sys.argv[2:])
     args = read_arguments()
     tmpfs = Path(tempfile.mkdtemp(prefix="onebitd-bench-", dir="/dev/shm"))
     say(f"medians of {args.rounds} rounds, milliseconds, state files in tmpfs")

@@ -79,23 +79,24 @@ class Sizes:
         reply: of an overlapping request.
     """
 
-    singles: tuple[int, ...] = (60, 330, 120, 450, 90, 240, 160, 50)
+    singles: tuple[int, ...] = (60, 280, 110, 400, 80, 200, 40)
     chats: tuple[int, ...] = (4, 3, 3)
-    opening: int = 130
-    turn: int = 50
-    chat_reply: int = 24
-    chains: tuple[tuple[int, ...], ...] = ((150, 260, 120), (220, 90, 320))
-    reply: int = 64
+    opening: int = 70
+    turn: int = 30
+    chat_reply: int = 16
+    chains: tuple[tuple[int, ...], ...] = ((120, 220, 90), (160, 60, 280))
+    reply: int = 56
 
 
 SHORT = Sizes(
-    singles=(50, 220, 100, 160),
-    chats=(3, 2, 2),
-    opening=90,
-    chains=((100, 160, 80),),
+    singles=(40, 180, 80),
+    chats=(3, 1, 1),
+    opening=50,
+    turn=25,
+    chains=((80, 140, 60),),
     reply=48,
 )
-TINY = Sizes(singles=(20, 30), chats=(2, 1), opening=20, turn=10, chains=((20, 30),), reply=8)
+TINY = Sizes(singles=(20, 30), chats=(2, 1), opening=10, turn=10, chains=((20, 30),), reply=8)
 
 
 def words(first: str, tokens: int, seed: int) -> str:
@@ -168,7 +169,7 @@ def single_prompts(reference: Reference, sizes: Sizes) -> Trace:
     return Trace("single prompts", tuple((ask,) for ask, _ in found), sum(n for _, n in found))
 
 
-def _order(turns: Sequence[int]) -> Iterator[int]:
+def turn_order(turns: Sequence[int]) -> Iterator[int]:
     """Yield whose turn it is: chat by chat, and the last two by turns."""
     for chat, count in enumerate(turns[:-2]):
         yield from [chat] * count
@@ -188,7 +189,7 @@ def chats(reference: Reference, sizes: Sizes) -> Trace:
     ]
     units: list[Unit] = []
     prompt_tokens = 0
-    for chat in _order(sizes.chats):
+    for chat in turn_order(sizes.chats):
         said = messages[chat]
         question = words(f"Question{len(units)}", sizes.turn, 200 + len(units))
         said.append({"role": "user", "content": question})
@@ -206,8 +207,8 @@ def overlapping(reference: Reference, sizes: Sizes) -> Trace:
     for number, chain in enumerate(sizes.chains):
         asks = []
         for place, tokens in enumerate(chain):
-            first = f"Chain{number}{'ABCDEFGH'[place]}"
-            ask, n = reference.completion(words(first, tokens, 300 + 10 * number + place), sizes.reply)
+            prompt = words(f"Chain{number}{'ABCDEFGH'[place]}", tokens, 300 + 10 * number + place)
+            ask, n = reference.completion(prompt, sizes.reply)
             asks.append(ask)
             prompt_tokens += n
         units.append(tuple(asks))

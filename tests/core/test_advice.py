@@ -91,21 +91,22 @@ def test_figure_by_hand_takes_the_place_of_the_learned_one(name: str, ways: set[
     assert {way for way in before if after[way] != before[way]} == ways
 
 
+def gain(forecast: Forecast, route: Route, tokens: int) -> float:
+    """Return how much sooner the route is than the decoder."""
+    found = forecast.first_byte(tokens)
+    handed = found.by(route)
+    assert found.decoder_ms is not None
+    assert handed is not None
+    return found.decoder_ms - handed
+
+
 @pytest.mark.parametrize("route", Route)
 def test_judge_break_even_is_the_first_length_that_wins(route: Route) -> None:
     """One token less loses; every longer prompt wins."""
     forecast = by_hand()
     ((first, last),) = judge(route, forecast.first_byte, 8191).wins
-
-    def gain(tokens: int) -> float:
-        found = forecast.first_byte(tokens)
-        handed = found.by(route)
-        assert found.decoder_ms is not None
-        assert handed is not None
-        return found.decoder_ms - handed
-
     assert SHORTEST < first < last == 8191
-    assert gain(first - 1) <= 0 < gain(first)
+    assert gain(forecast, route, first - 1) <= 0 < gain(forecast, route, first)
 
 
 def test_judge_route_that_loses_everywhere_has_no_stretch() -> None:
@@ -128,6 +129,8 @@ def test_judge_route_that_bends_upwards_wins_in_between() -> None:
     ((first, last),) = found.wins
     assert 800 < first < 1500 < 5000 < last < 8000
     assert first <= found.best_tokens <= last
+    edges = (first - 1, first, last, last + 1)
+    assert [gain(forecast, Route.SHARED, at) > 0 for at in edges] == [False, True, True, False]
 
 
 def test_overlap_hides_the_run_of_the_file_route_alone() -> None:
@@ -144,7 +147,8 @@ def test_overlap_of_a_typical_reply_hides_prompts_up_to_a_length() -> None:
     forecast = Forecast(taught(), Given(), NOW)
     overlap = advise(forecast, [100], 8191).overlap
     assert overlap is not None
-    assert (overlap.reply_tokens, overlap.reply_ms) == (100, pytest.approx(500.0))
+    assert overlap.reply_tokens == 100
+    assert overlap.reply_ms == pytest.approx(500.0)
     longest = overlap.reply_hides_tokens
     assert longest is not None
     times = forecast.hidden_ms(longest), forecast.hidden_ms(longest + 1)
@@ -162,7 +166,8 @@ def test_needed_rate_breaks_even_there(route: Route) -> None:
     slow = by_hand(provider_ms_per_token=12.0)
     found = needed(slow, route, 1000)
     assert found is not None
-    assert (found.run_ms, found.fixed_ms) == (pytest.approx(90 + 12 * 999), 90.0)
+    assert found.run_ms == pytest.approx(90 + 12 * 999)
+    assert found.fixed_ms == 90.0
     assert found.ms_per_token == pytest.approx(12.0)
     expected = by_hand(provider_ms_per_token=found.limit_ms_per_token).first_byte(1000)
     assert expected.by(route) == pytest.approx(expected.decoder_ms)

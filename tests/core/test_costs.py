@@ -160,6 +160,16 @@ def test_provider_many_runs_of_one_length_leave_the_others_known() -> None:
     costs = learned(bending, [4000, 4100, 2000, *([100] * 1000)])
     for tokens in (100, 2000, 4000):
         assert estimate(costs, tokens) == pytest.approx(bending(tokens), rel=0.1)
+    assert len(costs.to_json()["provider"]["file"]) == 3 + 6
+
+
+def test_provider_first_run_of_a_length_that_hung_is_no_evidence_yet() -> None:
+    """Where the others lie on one curve, a first slow run far from them is held for an outlier."""
+    costs = learned(linear, [100, 150, 200, 300, 250, 120, 180])
+    run(costs, 6000, 10 * linear(6000), at=NOW + 10)
+    assert estimate(costs, 6000) == pytest.approx(linear(6000), rel=0.2)
+    run(costs, 6000, 10 * linear(6000), at=NOW + 11)
+    assert estimate(costs, 6000) == pytest.approx(10 * linear(6000), rel=0.2)
 
 
 def test_provider_cold_run_counts_only_until_there_is_another() -> None:

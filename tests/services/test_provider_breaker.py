@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock
@@ -85,8 +83,8 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(autojump_clock: MockClock) -> AsyncIterator[Bench]:
-    """Run a breaker on a clock that jumps."""
+async def bench() -> AsyncIterator[Bench]:
+    """Run a breaker; its tests name the clock that jumps, which is how they get it."""
     found = Bench()
     async with trio.open_nursery() as nursery:
         await nursery.start(found.breaker.run)
@@ -107,7 +105,7 @@ def events(log: list[Any]) -> list[tuple[str, str]]:
 
 
 async def test_run_tries_again_in_the_background_until_it_is_good(
-    bench: Bench, log: list[Any]
+    autojump_clock: MockClock, bench: Bench, log: list[Any]
 ) -> None:
     """Pause, doubled at each try in vain; then requests are handed off again. One line each."""
     began = trio.current_time()
@@ -134,7 +132,9 @@ async def test_run_tries_again_in_the_background_until_it_is_good(
     assert len(bench.tries) == 4
 
 
-async def test_provider_that_always_hangs_costs_twenty_requests_two_limits(bench: Bench) -> None:
+async def test_provider_that_always_hangs_costs_twenty_requests_two_limits(
+    autojump_clock: MockClock, bench: Bench
+) -> None:
     """Its 120 s delay the first two; the tries that follow delay nobody."""
     bench.fault, bench.takes_s = HUNG, 120.0
     waited_s = 0.0
@@ -149,7 +149,7 @@ async def test_provider_that_always_hangs_costs_twenty_requests_two_limits(bench
     assert len(bench.tries) >= 4
 
 
-async def test_status_has_class_since_and_next_try(bench: Bench) -> None:
+async def test_status_has_class_since_and_next_try(autojump_clock: MockClock, bench: Bench) -> None:
     """Null while it is closed; while it is being tried the next try is now."""
     bench.fail(CRASHED, 2)
     status = bench.breaker.status()
@@ -171,7 +171,9 @@ async def test_status_has_class_since_and_next_try(bench: Bench) -> None:
     assert "no result within" not in str(bench.breaker.brief)
 
 
-async def test_try_waits_for_a_moment_when_no_request_needs_the_provider(bench: Bench) -> None:
+async def test_try_waits_for_a_moment_when_no_request_needs_the_provider(
+    autojump_clock: MockClock, bench: Bench
+) -> None:
     """Off the request path: it comes right after the last one."""
     bench.quiet = False
     bench.fail(CRASHED, 3)
@@ -183,7 +185,7 @@ async def test_try_waits_for_a_moment_when_no_request_needs_the_provider(bench: 
     assert len(bench.tries) == 1
 
 
-async def test_note_success_begins_the_count_again(bench: Bench) -> None:
+async def test_note_success_begins_the_count_again(autojump_clock: MockClock, bench: Bench) -> None:
     """Only failures in a row open it."""
     for _ in range(4):
         bench.fail(CRASHED, 2)
@@ -191,8 +193,10 @@ async def test_note_success_begins_the_count_again(bench: Bench) -> None:
     assert bench.state is State.CLOSED
 
 
-async def test_note_failure_of_somebody_else_does_not_count(bench: Bench) -> None:
-    """A full disk and a decoder that died are not the provider's; the error comes back as it was."""
+async def test_note_failure_of_somebody_else_does_not_count(
+    autojump_clock: MockClock, bench: Bench
+) -> None:
+    """A full disk and a decoder that died are not the provider's; the error comes back as it is."""
     for reason in (Reason.NO_SPACE, Reason.BACKEND_DOWN, Reason.CLIENT_GONE, Reason.LOCK_UNUSABLE):
         error = HandoffError(reason, "Permission denied")
         for _ in range(5):
@@ -200,7 +204,9 @@ async def test_note_failure_of_somebody_else_does_not_count(bench: Bench) -> Non
     assert bench.breaker.status().failures == 0
 
 
-async def test_note_failure_denied_tells_what_this_process_lacks(bench: Bench) -> None:
+async def test_note_failure_denied_tells_what_this_process_lacks(
+    autojump_clock: MockClock, bench: Bench
+) -> None:
     """In the request's own detail, and in the breaker's; tried again after five minutes."""
     denied = HandoffError(Reason.PROVIDER_EXIT, "status 1: Permission denied", slot_touched=True)
     told = bench.breaker.note_failure(denied, slept=False)
@@ -214,7 +220,9 @@ async def test_note_failure_denied_tells_what_this_process_lacks(bench: Bench) -
     assert "join render" in str(bench.breaker.out_of_service)
 
 
-async def test_note_failure_of_a_box_that_slept_is_tried_after_five_seconds(bench: Bench) -> None:
+async def test_note_failure_of_a_box_that_slept_is_tried_after_five_seconds(
+    autojump_clock: MockClock, bench: Bench
+) -> None:
     """At once out of service, and back as soon as the driver is."""
     bench.fail(HUNG, slept=True)
     assert bench.breaker.status().failure_class is FailureClass.SUSPENDED
@@ -225,7 +233,7 @@ async def test_note_failure_of_a_box_that_slept_is_tried_after_five_seconds(benc
 
 
 async def test_timeout_with_a_silent_device_is_wedged_and_starts_nothing(
-    bench: Bench, log: list[Any]
+    autojump_clock: MockClock, bench: Bench, log: list[Any]
 ) -> None:
     """One hanging run is enough then; only when the device answers is the provider tried."""
     bench.silent = DEVICE
@@ -242,7 +250,9 @@ async def test_timeout_with_a_silent_device_is_wedged_and_starts_nothing(
     assert (len(bench.tries), bench.state) == (1, State.CLOSED)
 
 
-async def test_timeout_with_a_device_that_answers_is_a_timeout(bench: Bench) -> None:
+async def test_timeout_with_a_device_that_answers_is_a_timeout(
+    autojump_clock: MockClock, bench: Bench
+) -> None:
     """It is asked once for each, and before each try."""
     bench.fail(HUNG)
     await trio.sleep(1)
@@ -252,7 +262,9 @@ async def test_timeout_with_a_device_that_answers_is_a_timeout(bench: Bench) -> 
     assert (bench.asked, len(bench.tries)) == (3, 1)
 
 
-async def test_run_that_is_stuck_is_wedged_without_any_failure_noted(bench: Bench) -> None:
+async def test_run_that_is_stuck_is_wedged_without_any_failure_noted(
+    autojump_clock: MockClock, bench: Bench
+) -> None:
     """Its client may have left, and then nobody tells; it is tried again when it has gone."""
     bench.stuck = True
     assert "wedged" in str(bench.breaker.out_of_service)
@@ -265,7 +277,7 @@ async def test_run_that_is_stuck_is_wedged_without_any_failure_noted(bench: Benc
 
 @pytest.mark.parametrize("how", ["reset", "reconfigure"])
 async def test_reset_closes_at_once_and_ends_a_try_that_is_on(
-    bench: Bench, log: list[Any], how: str
+    autojump_clock: MockClock, bench: Bench, log: list[Any], how: str
 ) -> None:
     """Whoever asked has repaired it: the next request goes to the provider, not behind a try."""
     assert bench.breaker.reset() is False
@@ -286,7 +298,9 @@ async def test_reset_closes_at_once_and_ends_a_try_that_is_on(
     assert len(bench.tries) == 2
 
 
-async def test_try_that_meets_a_fault_of_ours_leaves_it_open(bench: Bench, log: list[Any]) -> None:
+async def test_try_that_meets_a_fault_of_ours_leaves_it_open(
+    autojump_clock: MockClock, bench: Bench, log: list[Any]
+) -> None:
     """What serves goes on; the provider has done nothing, so the pause stays."""
     bench.fault = RuntimeError("planted")
     bench.fail(CRASHED, 3)
@@ -375,13 +389,15 @@ async def test_real_provider_that_cannot_be_killed_is_wedged_until_it_has_gone(
     assert (status.state, status.failure_class) == (State.OPEN, FailureClass.WEDGED)
     assert "cannot be killed" in str(status.detail)
     provider.script = "exit 0"
-    stuck = provider.stuck
+    stuck, closed = provider.stuck, trio.Event()
     assert stuck is not None
     async with trio.open_nursery() as nursery:
         await nursery.start(provider.breaker.run)
         assert await stuck.stop(term_grace_s=0.0, kill_grace_s=20.0)
         provider.stuck = None
+        provider.breaker.on_change = lambda: (
+            closed.set() if provider.breaker.out_of_service is None else None
+        )
         with trio.fail_after(30):
-            while provider.breaker.out_of_service is not None:
-                await trio.sleep(0.01)
+            await closed.wait()
         nursery.cancel_scope.cancel()

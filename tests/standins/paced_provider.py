@@ -2,19 +2,25 @@
 
     --tokens IDS --out STATE --model MODEL
 
-The state of these very ids was saved before, by the decoder's own program, and lies in the directory
-PACED_STATES under `state_name(IDS' bytes)`. A run lasts PACED_FIXED_MS and PACED_MS_PER_TOKEN for
-each id, counted from the start of its process: what the interpreter takes to start is inside. It
-copies the file at once, sleeps, and gives it its name at the end, as a device does that fills its
-own memory. Status 3 when there is no such state.
+The state of these very ids was saved before, by the decoder's own program, and lies in the
+directory PACED_STATES under `state_name(IDS' bytes)`. A run lasts PACED_FIXED_MS and
+PACED_MS_PER_TOKEN for each id, counted from the start of its process: what the interpreter takes to
+start is inside. It copies the file at once, sleeps, and gives it its name at the end, as a device
+does that fills its own memory. Status 3 when there is no such state.
 
 It is started without site-packages and imports next to nothing, see `install`.
 """
+
+from __future__ import annotations
 
 import binascii
 import os
 import sys
 import time
+
+TYPE_CHECKING = False  # typing takes longer to load than all the rest
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NO_STATE = 3
 
@@ -24,12 +30,12 @@ def state_name(ids_file: bytes) -> str:
     return f"{ids_file.count(10)}-{binascii.crc32(ids_file):08x}"
 
 
-def install(directory: str) -> str:
+def install(directory: Path) -> Path:
     """Write this program into a directory, so that it starts fast; return its path."""
-    path = os.path.join(directory, "paced-provider")
-    with open(__file__, encoding="utf-8") as source, open(path, "w", encoding="utf-8") as program:
-        program.write(f"#!{sys.executable} -ISB\n{source.read()}")
-    os.chmod(path, 0o755)
+    path = directory / "paced-provider"
+    with open(__file__, encoding="utf-8") as source:
+        path.write_text(f"#!{sys.executable} -ISB\n{source.read()}")
+    path.chmod(0o755)
     return path
 
 

@@ -98,12 +98,20 @@ async def test_provider_reset_prints_what_it_cleared(served: Served) -> None:
     """Strikes, and whether the provider was out of service; nothing to clear is fine too."""
     done = await served.run("provider", "reset")
     assert (done.returncode, done.stdout, done.stderr) == (0, "nothing to clear\n", "")
-    served.view.resets.append(ProviderReset(3, "open"))
+    served.view.resets.append(ProviderReset(3, "open", 2, "of no use"))
     done = await served.run("provider", "reset")
-    said = "cleared 3 strikes; the provider is back in service\n"
+    said = (
+        "cleared 3 strikes, 2 failures; the provider is back in service;"
+        " prompts are handed over again\n"
+    )
     assert (done.returncode, done.stdout) == (0, said)
     done = await served.run("provider", "reset", "--json")
-    assert json.loads(done.stdout) == {"strikes": 3, "breaker": "open"}
+    assert json.loads(done.stdout) == {
+        "strikes": 3,
+        "breaker": "open",
+        "failures": 2,
+        "route_off": "of no use",
+    }
 
 
 async def test_handoffs_table_is_aligned_and_ends_with_reasons(served: Served) -> None:

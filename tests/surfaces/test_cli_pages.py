@@ -130,6 +130,21 @@ def test_status_page_daemon_without_the_shared_field_has_no_line() -> None:
         ),
         ({"provider": provider(state="stuck")}, "cannot be killed"),
         ({"provider": provider(breaker="open")}, "its breaker is open"),
+        (
+            {"provider": provider(breaker="open", breaker_detail="timeout twice in a row")},
+            "not called for now: timeout twice in a row. `onebitctl provider reset`",
+        ),
+        *(
+            ({"provider": provider(breaker="half_open", breaker_class=kind)}, advice)
+            for kind, advice in cli_status._BREAKER_ADVICE.items()
+        ),
+        (
+            {
+                "state": "degraded",
+                "provider": provider(route_off="its model has a sliding window, and needs --swa"),
+            },
+            "Nothing is handed over to this decoder: its model has a sliding window, and needs",
+        ),
         ({"audit": AuditStatus(9, 1, 0, 1), "state": "degraded"}, "An audit has found"),
         ({"audit": AuditStatus(9, 2, 0, 2), "state": "degraded"}, "2 audits have found"),
         ({"lock": LockStatus("/l", False, None, "handoff", "it is a fifo")}, "/l: it is a fifo"),

@@ -196,7 +196,8 @@ async def test_provider_reset_says_what_it_cleared(control: Control) -> None:
     """It changes something, so it is a POST."""
     control.view.resets.append(ProviderReset(2, "open"))
     status, _, body = await control.ask("/v1/provider/reset", "POST")
-    assert (status, body) == (200, {"strikes": 2, "breaker": "open"})
+    said = {"strikes": 2, "breaker": "open", "failures": 0, "route_off": None}
+    assert (status, body) == (200, said)
     status, headers, _ = await control.ask("/v1/provider/reset")
     assert (status, headers["allow"]) == (405, "OPTIONS, POST")
 

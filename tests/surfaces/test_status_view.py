@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from onebitd.core.audit import LastAudit
 from onebitd.core.backend_state import BackendState
+from onebitd.core.breaker import BreakerStatus, FailureClass, State
 from onebitd.core.config_resolve import resolve
 from onebitd.core.control_api import AuditStatus, LastExit
 from onebitd.services.admission import Admission
@@ -29,6 +31,8 @@ def view(
     draining: bool = False,
     failed: bool = False,
     warning: str | None = None,
+    why_open: str | None = None,
+    route_off: str | None = None,
 ) -> StatusView:
     """Return the view of a daemon in this state, for 12 seconds."""
     supervisor = SimpleNamespace(
@@ -40,7 +44,13 @@ def view(
     for number in range(waiting):
         admission.enter(f"r{number}")
     config = resolve(instance="x", file={"model": {"path": "/m.gguf"}})
-    handoffs = SimpleNamespace(audits=SimpleNamespace(warning=warning))
+    handoffs = SimpleNamespace(
+        audits=SimpleNamespace(warning=warning),
+        breaker=SimpleNamespace(
+            brief=why_open, out_of_service=why_open and f"{why_open}: a secret prompt"
+        ),
+        route_off=route_off,
+    )
     parts: list[Any] = [config, supervisor, handoffs, admission, History(), ["127.0.0.1:8000"]]
     found = StatusView(*parts, service_manager=True)
     found.draining, found.failed = draining, failed
@@ -54,6 +64,16 @@ def view(
         ("READY", {}, "ready on 127.0.0.1:8000"),
         ("READY", {"last": ABORTED}, "ready on 127.0.0.1:8000"),
         ("READY", {"warning": "drift"}, "degraded, drift; ready on 127.0.0.1:8000"),
+        (
+            "READY",
+            {"why_open": "crash"},
+            "degraded, the provider is not called: crash; ready on 127.0.0.1:8000",
+        ),
+        (
+            "READY",
+            {"warning": "drift", "route_off": "it needs --swa-full"},
+            "degraded, drift; nothing is handed over: it needs --swa-full; ready on 127.0.0.1:8000",
+        ),
         ("READY", {"warning": "drift", "draining": True}, "stopping"),
         ("LOADING", {"last": "status 3"}, "restarting the decoder: status 3"),
         ("LOADING", {"last": KILLED}, f"restarting the decoder: {KILLED}"),
@@ -82,6 +102,96 @@ def test_state_detail_has_the_decoders_last_words_for_the_operator() -> None:
     )
 
 
+def test_state_is_degraded_while_the_breaker_is_open_with_the_providers_last_words() -> None:
+    """For the operator, like the decoder's."""
+    assert view(BackendState.READY, why_open="crash").state() == (
+        "degraded",
+        "the provider is not called: crash: a secret prompt",
+    )
+
+
+def status_view(tmp_path: Path, handoffs: dict[str, Any], file: dict[str, Any]) -> StatusView:
+    """Return the view of a daemon that is ready, with these handoffs and settings."""
+    supervisor: Any = SimpleNamespace(
+        state=BackendState.READY,
+        state_since=0.0,
+        last_exit=None,
+        directory=tmp_path,
+        facts=SimpleNamespace(
+            generation=1, ctx_size=512, layout=None, unsupported="why", build="b1"
+        ),
+        pid=7,
+        restarts=1,
+        devices=[],
+        rss_bytes=lambda: None,
+    )
+    fields = {
+        "provider_state": "idle",
+        "shares": ShareRoute(supervisor, cast("Any", None), cast("Any", None)),
+        "audits": SimpleNamespace(warning=None, out_of_service=None, status=AuditStatus),
+        "breaker": SimpleNamespace(brief=None, out_of_service=None, status=BreakerStatus),
+        "route_off": None,
+    }
+    config = resolve(
+        instance="x",
+        file={"model": {"path": "/m.gguf"}, "lock": {"path": str(tmp_path / "lock")}, **file},
+    )
+    parts: list[Any] = [config, supervisor, SimpleNamespace(**(fields | handoffs)), Admission(9)]
+    return StatusView(*parts, History(), [], service_manager=False)
+
+
+def breaker_of(found: StatusView) -> dict[str, Any]:
+    """Return what the control socket says of the breaker."""
+    provider = found.status().to_json()["provider"]
+    return {name: provider[name] for name in provider if name.startswith(("breaker", "route"))}
+
+
+SINCE = "2026-01-31T12:00:00.000Z"
+
+
+def test_status_breaker_closed_has_null_for_all_but_its_state(tmp_path: Path) -> None:
+    """A field that does not apply is there and null."""
+    assert breaker_of(status_view(tmp_path, {}, {})) == {
+        "breaker": "closed",
+        "breaker_class": None,
+        "breaker_since": None,
+        "breaker_next_try_s": None,
+        "breaker_detail": None,
+        "route_off": None,
+    }
+
+
+def test_status_breaker_open_has_class_since_next_try_and_sentence(tmp_path: Path) -> None:
+    """Everything that an operator or a metric asks of it; and the route's own reason."""
+    status = BreakerStatus(State.HALF_OPEN, 3, FailureClass.BAD_STATE, SINCE, 0.0, "why")
+    breaker = SimpleNamespace(brief="why", out_of_service="why", status=lambda: status)
+    found = status_view(tmp_path, {"breaker": breaker, "route_off": "no use"}, {})
+    assert breaker_of(found) == {
+        "breaker": "half_open",
+        "breaker_class": "bad_state",
+        "breaker_since": SINCE,
+        "breaker_next_try_s": 0.0,
+        "breaker_detail": "why",
+        "route_off": "no use",
+    }
+
+
+def test_status_breaker_that_audits_opened_has_the_class_drift(tmp_path: Path) -> None:
+    """It has no next try: a reset alone ends it."""
+    last = LastAudit("r1", SINCE, False, 0, "k", 0.5, 3, None)
+    audits = SimpleNamespace(
+        warning="drift", out_of_service="3 audits", status=lambda: AuditStatus(3, 3, 0, 3, last)
+    )
+    assert breaker_of(status_view(tmp_path, {"audits": audits}, {})) == {
+        "breaker": "open",
+        "breaker_class": "drift",
+        "breaker_since": SINCE,
+        "breaker_next_try_s": None,
+        "breaker_detail": "3 audits",
+        "route_off": None,
+    }
+
+
 @pytest.mark.parametrize(
     ("share", "refused_by", "shared"),
     [
@@ -97,28 +207,7 @@ def test_status_provider_shared_is_the_route_as_this_decoder_has_it(
     tmp_path: Path, share: bool, refused_by: int | None, shared: str
 ) -> None:
     """`provider.shared` on the control socket; what an earlier decoder refused is forgotten."""
-    supervisor: Any = SimpleNamespace(
-        state=BackendState.READY,
-        state_since=0.0,
-        last_exit=None,
-        directory=tmp_path,
-        facts=SimpleNamespace(
-            generation=1, ctx_size=512, layout=None, unsupported="why", build="b1"
-        ),
-        pid=7,
-        restarts=1,
-        devices=[],
-        rss_bytes=lambda: None,
-    )
-    nobody: Any = None
-    route = ShareRoute(supervisor, nobody, nobody)
+    found = status_view(tmp_path, {}, {"handoff": {"share": share}})
     if refused_by is not None:
-        route._refused = (refused_by, "it cannot export")
-    file = {"model": {"path": "/m.gguf"}, "lock": {"path": str(tmp_path / "lock")}}
-    config = resolve(instance="x", file={**file, "handoff": {"share": share}})
-    audits = SimpleNamespace(warning=None, out_of_service=None, status=AuditStatus)
-    handoffs: Any = SimpleNamespace(provider_state="idle", shares=route, audits=audits)
-    found = StatusView(
-        config, supervisor, handoffs, Admission(9), History(), [], service_manager=False
-    )
+        found._handoffs.shares._refused = (refused_by, "it cannot export")
     assert found.status().to_json()["provider"]["shared"] == shared
