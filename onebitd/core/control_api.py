@@ -81,8 +81,8 @@ class ProviderStatus:
         breaker_class: one of `core.failure_class`, or `drift`; this and the next three are None
             while it is closed.
         breaker_since: when it opened, RFC 3339.
-        breaker_next_try_s: until the provider is tried again, 0 while it is; None for `drift`, which
-            ends by a reset only.
+        breaker_next_try_s: until the provider is tried again, 0 while it is; None for `drift`,
+            which ends by a reset only.
         breaker_detail: the sentence that a skipped request has as its detail.
         route_off: why nothing is handed over to this decoder any more, None as long as it is.
     """

@@ -1,4 +1,4 @@
-"""plan(): whether one prompt is handed off; a pure function of what is known."""
+"""plan(): whether one prompt is handed off, by what is known and by estimates; a pure function."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from onebitd.adapters.llama_server import Headers, Reply
 from onebitd.adapters.process import Guard
 from onebitd.adapters.slot_files import SlotFiles
 from onebitd.core import paths, policy, request, sse
+from onebitd.core.breaker import State
 from onebitd.core.config import Config, Policy
 from onebitd.core.control_api import ProviderReset, rfc3339
 from onebitd.core.errors import (
@@ -116,7 +117,7 @@ class Handoffs:
         self.breaker = ProviderBreaker(
             self._try_provider,
             lambda: self.runs.state == "stuck",
-            may_probe=lambda: admission.holder is None and self.runs.state == "idle",
+            may_probe=lambda: self.runs.state == "idle",
             silent_node=AccelProbe(guard).silent_node,
         )
 
@@ -154,10 +155,12 @@ class Handoffs:
 
     def reset_provider(self) -> ProviderReset:
         """Put the provider back into service, and hand over to this decoder again."""
+        route_off, before = self.route_off, self.breaker.status()
         self.reuse.forgive()
-        breaker = self.breaker.status()
         self.breaker.reset()
-        return self.audits.reset()
+        cleared = self.audits.reset()
+        breaker = cleared.breaker if before.state is State.CLOSED else before.state.value
+        return ProviderReset(cleared.strikes, breaker, before.failures, route_off)
 
     async def _try_provider(self) -> None:
         """Have the provider prefill a few tokens by the file route, for nobody.
@@ -385,6 +388,13 @@ class Exchange:
         self.record.route = Route.FILE
         await self._by_file(facts, ticket, list(prompt.ids[:-1]), plan)
 
+    def _is_out_of_service(self) -> bool:
+        """Say whether the provider failed others while this prompt waited; `_skip` says so then."""
+        why = self._handoffs.out_of_service
+        if why is not None:
+            self._skip_it(policy.Skip(Reason.BREAKER_OPEN, why))
+        return why is not None
+
     def _skip_it(self, plan: policy.Skip) -> None:
         self._skip, self.record.route = plan, None
 
@@ -461,6 +471,8 @@ class Exchange:
             with self._waiting("queue_ms", ticket):
                 await ticket.wait_slot()
             facts = await self._handoffs.supervisor.wait_ready()
+            if self._is_out_of_service():
+                return True
             if had_to_wait and self._policy is Policy.AUTO and not plan.explored:
                 now = self._outlook_now(ticket, facts, Route.SHARED)
                 if is_overtaken(now, 0.0):
@@ -501,6 +513,8 @@ class Exchange:
                 self._skip_it(again)
                 return
             plan = again
+        if self._is_out_of_service():
+            return
         handoffs.audits.make_room(layout.bytes_for(len(tokens)))
         prefilled = await self._prefill(facts, layout, ticket, tokens, plan)
         if prefilled is None:
@@ -550,7 +564,12 @@ class Exchange:
             result = await work()
         else:
             outlook = partial(self._outlook_now, ticket, facts, Route.FILE)
-            result = await race(work, plan, ticket, outlook, lambda: runs.running)
+            slots = self._handoffs.slots
+            result = await race(
+                *(work, plan, ticket, outlook),
+                running=lambda: runs.running,
+                discard=lambda made: slots.remove(made.name),
+            )
         if isinstance(result, Prefilled):
             self.lessons.run_ended(
                 Route.FILE, len(tokens), result.run_ms, overlapped=overlapped, cold=cold
@@ -579,6 +598,8 @@ class Exchange:
             except BackendGone as error:
                 await self._wait_replaced(error)
                 continue
+            if self._handed is not None and reply.status < 500:
+                self._handoffs.breaker.note_success()
             if self._handed is None or reply.status < 500:
                 break
             # A state that passed every check and still breaks the decoder: prefill after all.
@@ -597,6 +618,7 @@ class Exchange:
 
     async def _wait_replaced(self, error: BackendError) -> None:
         self._tries += 1
+        self.lessons.expected_tokens = 0  # the next one's slot is empty
         self._lost(Reason.BACKEND_DOWN, f"the decoder died under this request: {error}")
         if self._tries == _TRIES:
             raise RequestError(

@@ -8,7 +8,7 @@ from typing import Any
 from onebitd.adapters.suspend_clock import SuspendWatch
 from onebitd.core import sse
 from onebitd.core.errors import HandoffError
-from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route
+from onebitd.core.handoff import HandoffRecord, Reason, Route
 from onebitd.core.reuse import Reuse
 from onebitd.core.slot_content import Content, Prompt, Reply
 from onebitd.services.outlooks import Outlooks
@@ -95,8 +95,6 @@ class Lessons:
         if timings is None:
             return
         record = self._record
-        if record.outcome is Outcome.USED:
-            self._breaker.note_success()
         cached, evaluated = record.cached_tokens, record.evaluated_tokens
         if handed is not None and record.prompt_tokens and evaluated is not None:
             self._reuse.note(generation, record.prompt_tokens, evaluated)

@@ -29,7 +29,8 @@ class Overtaken:
     Attributes:
         detail: a sentence that says why.
         elapsed_ms: how long the program had run; None when it had not begun.
-        overran: it took longer than a run that was expected to win may.
+        overran: it, or the device's other users, took longer than a run that was expected to win
+            may.
     """
 
     detail: str
@@ -43,6 +44,7 @@ async def race(
     ticket: Ticket,
     outlook: Callable[[], Outlook],
     running: Callable[[], Running | None],
+    discard: Callable[[Prefilled], None],
 ) -> Prefilled | Overtaken:
     """Run the provider until it is done, or until the decoder would be sooner.
 
@@ -52,6 +54,7 @@ async def race(
         ticket: its request's place in the line.
         outlook: as of the moment of the call.
         running: the run that is on.
+        discard: takes what a run made that ended in the moment of a cancel.
 
     Raises:
         HandoffError, RequestError: those of `prefill`.
@@ -68,13 +71,19 @@ async def race(
             done.append(error)
         nursery.cancel_scope.cancel()
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(run)
-        try:
-            stopped.append(await _wait_overtaken(plan, ticket, outlook, running))
-        except RequestError:  # the line was closed: whoever waits for the slot next says so
-            await trio.sleep_forever()
-        nursery.cancel_scope.cancel()
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+            try:
+                stopped.append(await _wait_overtaken(plan, ticket, outlook, running))
+            except RequestError:  # the line was closed: whoever waits for the slot next says so
+                await trio.sleep_forever()
+            nursery.cancel_scope.cancel()
+    except BaseException:
+        for made in done:
+            if isinstance(made, Prefilled):
+                discard(made)
+        raise
     for result in done:  # it may have ended in the same moment
         if isinstance(result, Exception):
             raise result
@@ -111,7 +120,8 @@ async def _wait_overtaken(
             return Overtaken(
                 f"{what} after {spent_ms:.0f} ms, {now.decoder_ms or 0.0:.0f} ms on the decoder",
                 elapsed_ms,
-                overran=not plan.explored,
+                # Another request's run is the device at work.
+                overran=not plan.explored and (run is None or elapsed_ms is not None),
             )
         await trio.sleep(min(left_ms / 1000.0, _LOOK_S) if elapsed_ms is None else left_ms / 1000.0)
 

@@ -240,6 +240,15 @@ def group_is_gone(pgid: int) -> bool:
     return True
 
 
+def provider_env(home: Path) -> dict[str, str]:
+    """Return where the provider stand-in reads and writes in the `home` of a rig."""
+    return {
+        "FAKE_PREFILL_MODE": f"@{home / 'mode'}",
+        "FAKE_PREFILL_COPY": str(home / "states"),
+        "FAKE_PREFILL_LOG": str(home / "runs"),
+    }
+
+
 @contextlib.contextmanager
 def running_rig(
     prepared: Prepared,
@@ -249,6 +258,7 @@ def running_rig(
     *,
     config: str = "",
     program: Path | None = None,
+    backend_args: Sequence[str] = BACKEND_ARGS,
     env: dict[str, str] | None = None,
     wait_ready: bool = True,
 ) -> Iterator[Rig]:
@@ -257,6 +267,7 @@ def running_rig(
     Args:
         config: more TOML; `[provider] timeout_s` is 3 unless it says otherwise.
         program: runs instead of the build's llama-server.
+        backend_args: for it, beside the build's own.
         env: more variables.
         wait_ready: see running_onebitd.
     """
@@ -269,24 +280,18 @@ def running_rig(
         f'#!/bin/sh\nexec "{sys.executable}" -I -S {STANDINS / "provider.py"} "$@"\n'
     )
     provider.chmod(0o755)
-    mode_file, log = home / "mode", home / "runs"
     if "[provider]" not in config:
         config += "\n[provider]\ntimeout_s = 3\n"
     with running_onebitd(
         model=model.path,
         llama_server=program or build.program,
         provider=provider,
-        backend_args=[*BACKEND_ARGS, *build.extra_args],
+        backend_args=[*backend_args, *build.extra_args],
         config=config,
-        env={
-            "FAKE_PREFILL_MODE": f"@{mode_file}",
-            "FAKE_PREFILL_COPY": str(states),
-            "FAKE_PREFILL_LOG": str(log),
-            **(env or {}),
-        },
+        env={**provider_env(home), **(env or {})},
         wait_ready=wait_ready,
     ) as daemon:
-        yield Rig(daemon, prepared, provider, mode_file, states, log)
+        yield Rig(daemon, prepared, provider, home / "mode", states, home / "runs")
 
 
 @contextlib.contextmanager

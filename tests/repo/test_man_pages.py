@@ -14,6 +14,7 @@ import pytest
 from onebitd import prefill_llama
 from onebitd.adapters import provider_process, systemd
 from onebitd.core import errors
+from onebitd.core.breaker import LIMITS, FailureClass, Limit
 from onebitd.core.config import NO_LOCK_VARIABLE, SETTINGS, Policy
 from onebitd.core.handoff import HandoffRecord, Outcome, Reason
 from onebitd.prefill_numpy import engine as numpy_engine
@@ -189,6 +190,20 @@ def test_onebitd_page_reason_is_not_in_this_version_only_if_nothing_gives_it(
         if path.name != "handoff.py" or path.parent.name != "core"
     )
     assert entry.startswith("Not in this version") is not given
+
+
+def test_onebitd_page_breaker_classes_and_numbers_are_those_of_the_code() -> None:
+    """Each class has its row in the table, with what the code counts and waits, and its words."""
+    text = section(DAEMON, "BREAKER")
+    units = {"s": 1.0, "min": 60.0, "h": 3600.0}
+    found = {}
+    for name, count, *pauses in re.findall(
+        r"^\.It Cm (\w+) Ta (\d+) Ta (\d+) (\w+) Ta (\d+) (\w+)$", text, re.MULTILINE
+    ):
+        first_s, last_s = (int(pauses[at]) * units[pauses[at + 1]] for at in (0, 2))
+        found[name] = Limit(int(count), first_s, last_s)
+    assert found == LIMITS
+    assert set(re.findall(r"^\.It Cm (\w+)$", text, re.MULTILINE)) == set(FailureClass)
 
 
 def test_onebitd_page_policies_are_those_of_the_code() -> None:

@@ -7,6 +7,7 @@ The environment says how it behaves:
 FAKE_PREFILL_MODE  a comma list, `@FILE` to read it from a file (a missing one: ok) at each run:
     ok                     a good state file (the default)
     sleep:S                first of all, sleep
+    per_token:MS           and then for so long for each id
     exit:N                 end with status N, `no XDNA device` on stderr
     crash                  SIGKILL to itself
     hang                   sleep for ever
@@ -238,7 +239,7 @@ def main() -> int:
                 "header": args.layout and Path(args.layout).read_text(),
             },
         )
-    time.sleep(float(modes.get("sleep", 0)))
+    time.sleep(float(modes.get("sleep", 0)) + len(ids) * float(modes.get("per_token", 0)) / 1000)
     if args.layout is not None:
         fds = [int(word) for word in args.fds.split(",")]
         return provide_shared(Rows(args.layout, fds, ids), modes, log)

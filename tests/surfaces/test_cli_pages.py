@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from onebitd.core.breaker import FailureClass
 from onebitd.core.control_api import (
     AuditStatus,
     BackendStatus,
@@ -187,6 +188,28 @@ def test_status_page_failures_in_a_row_say_what_to_do(reason: str) -> None:
     (problem,) = cli_status.find_problems(status_of(provider=failing), NOW)
     help_ = problem.partition("What helps: ")[2]
     assert help_.split()[0] in {"give", "run", "find", "let"}
+
+
+def test_status_page_breaker_that_is_open_is_one_problem_and_has_its_class_in_the_row() -> None:
+    """The failures in a row are what opened it: they are not told twice."""
+    found = provider(
+        breaker="half_open", breaker_class="crash", consecutive_failures=9, last_error=LAST_ERROR
+    )
+    status = status_of(provider=found, state="degraded")
+    assert len(cli_status.find_problems(status, NOW)) == 1
+    page = cli_status.status_page(status, NOW, colour=False)
+    assert "provider  idle, /usr/lib/onebit/npu-prefill, breaker half open (crash)\n" in page
+
+
+def test_status_page_route_that_is_off_is_in_the_row_of_the_provider() -> None:
+    """The provider is idle for a reason."""
+    page = cli_status.status_page(status_of(provider=provider(route_off="x")), NOW, colour=False)
+    assert "provider  idle, /usr/lib/onebit/npu-prefill, nothing is handed over\n" in page
+
+
+def test_status_advice_for_the_breaker_is_there_for_each_class() -> None:
+    """And for audits, which open it too."""
+    assert set(cli_status._BREAKER_ADVICE) == {*FailureClass, "drift"}
 
 
 @pytest.mark.parametrize("reason", cli_status._ADVICE)

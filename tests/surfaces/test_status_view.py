@@ -136,8 +136,8 @@ def status_view(tmp_path: Path, handoffs: dict[str, Any], file: dict[str, Any]) 
         instance="x",
         file={"model": {"path": "/m.gguf"}, "lock": {"path": str(tmp_path / "lock")}, **file},
     )
-    parts: list[Any] = [config, supervisor, SimpleNamespace(**(fields | handoffs)), Admission(9)]
-    return StatusView(*parts, History(), [], service_manager=False)
+    fake: Any = SimpleNamespace(**(fields | handoffs))
+    return StatusView(config, supervisor, fake, Admission(9), History(), [], service_manager=False)
 
 
 def breaker_of(found: StatusView) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def test_status_breaker_open_has_class_since_next_try_and_sentence(tmp_path: Pat
 
 def test_status_breaker_that_audits_opened_has_the_class_drift(tmp_path: Path) -> None:
     """It has no next try: a reset alone ends it."""
-    last = LastAudit("r1", SINCE, False, 0, "k", 0.5, 3, None)
+    last = LastAudit(SINCE, "r1", 0.5, 3, "k", ok=False)
     audits = SimpleNamespace(
         warning="drift", out_of_service="3 audits", status=lambda: AuditStatus(3, 3, 0, 3, last)
     )
