@@ -6,17 +6,20 @@ The bytes themselves are relayed untouched by the caller; nothing here holds the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any, Final, Protocol
 
-_KEEP_JSON_BYTES: Final = 4 * 1024 * 1024
-"""A JSON reply longer than this (log probabilities of every token) is read from its tail."""
+_KEEP_JSON_BYTES: Final = 512 * 1024
+"""A JSON reply longer than this (log probabilities of every token) is read from its tail: parsing
+it would keep everybody else waiting."""
 _TAIL_BYTES: Final = 64 * 1024
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 """An event longer than this is passed on but no longer looked at."""
 
-_KEEP_EVENTS_BYTES: Final = 2 * 1024 * 1024
-"""The text of a stream longer than this is not put together: some ten thousand tokens."""
+_KEEP_TEXT: Final = 1024 * 1024
+"""The text of a reply with more characters than this is not kept."""
+_MOST_TOKENS: Final = 1 << 31
+_MOST_MS: Final = 1e9
+"""Eleven days: what is beyond is no measurement."""
 _NOT_REPEATED: Final = ("reasoning_content", "tool_calls", "function_call")
 
 
@@ -51,8 +54,9 @@ class EventWatch:
         self._held = bytearray()
         self._overlong = False
         self._last_with_timings: bytes | None = None
-        self._events: list[bytes] = []
-        self._events_bytes = 0
+        # Read as they come: all at once, at the end, a long reply would stop the loop.
+        self._pieces: list[str] | None = []
+        self._characters = 0
 
     def feed(self, data: bytes) -> None:
         """See ReplyWatch."""
@@ -65,8 +69,7 @@ class EventWatch:
             else:
                 self._take_line(line)
         if len(self._held) > _MAX_EVENT_BYTES:
-            self._events_bytes += len(self._held)
-            self._events.clear()
+            self._pieces = None
             self._held.clear()
             self._overlong = True
 
@@ -75,11 +78,17 @@ class EventWatch:
             self.started = True
             if b'"timings"' in line:
                 self._last_with_timings = line[5:]
-            self._events_bytes += len(line)
-            if self._events_bytes <= _KEEP_EVENTS_BYTES:
-                self._events.append(line)
-            else:
-                self._events.clear()
+            self._read(line[5:])
+
+    def _read(self, event: bytes) -> None:
+        if self._pieces is None or event.strip() == b"[DONE]":
+            return
+        piece = _text_of(_parsed(event))
+        self._characters += len(piece or "")
+        if piece is None or self._characters > _KEEP_TEXT:
+            self._pieces = None
+        else:
+            self._pieces.append(piece)
 
     def timings(self) -> dict[str, Any] | None:
         """See ReplyWatch."""
@@ -89,10 +98,7 @@ class EventWatch:
 
     def text(self) -> str | None:
         """See ReplyWatch."""
-        if self._overlong or self._events_bytes > _KEEP_EVENTS_BYTES:
-            return None
-        events = (line[5:] for line in self._events if line[5:].strip() != b"[DONE]")
-        return _text_of(_parsed(event) for event in events)
+        return None if self._pieces is None else "".join(self._pieces)
 
 
 class JsonWatch:
@@ -116,21 +122,21 @@ class JsonWatch:
 
     def timings(self) -> dict[str, Any] | None:
         """See ReplyWatch."""
-        if self._whole:
+        if self._whole and len(self._kept) <= _TAIL_BYTES:
             return _timings_of(bytes(self._kept))
         at = self._kept.rfind(b'"timings":')
         if at < 0:
             return None
         try:
-            text = self._kept[at + len(b'"timings":') :].decode("utf-8", "replace").lstrip()
-            found, _ = json.JSONDecoder().raw_decode(text)
+            text = self._kept[at + len(b'"timings":') :][:_TAIL_BYTES]
+            found, _ = json.JSONDecoder().raw_decode(text.decode("utf-8", "replace").lstrip())
         except ValueError:
             return None
         return found if isinstance(found, dict) else None
 
     def text(self) -> str | None:
         """See ReplyWatch."""
-        return _text_of([_parsed(bytes(self._kept))]) if self._whole else None
+        return _text_of(_parsed(bytes(self._kept))) if self._whole else None
 
 
 def watch_for(content_type: bytes) -> ReplyWatch:
@@ -151,19 +157,12 @@ def _timings_of(document: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _text_of(documents: Iterable[dict[str, Any] | None]) -> str | None:
-    """Join the text of chat or completion objects, whole ones and chunks alike."""
-    pieces: list[str] = []
-    for document in documents:
-        choices = None if document is None else document.get("choices")
-        if not isinstance(choices, list) or len(choices) > 1:
-            return None
-        for choice in choices:  # none in the chunk that has the usage
-            piece = _piece_of(choice)
-            if piece is None:
-                return None
-            pieces.append(piece)
-    return "".join(pieces)
+def _text_of(document: dict[str, Any] | None) -> str | None:
+    """Return the text of a chat or completion object, whole or a chunk."""
+    choices = None if document is None else document.get("choices")
+    if not isinstance(choices, list) or len(choices) > 1:
+        return None
+    return _piece_of(choices[0]) if choices else ""  # none in the chunk that has the usage
 
 
 def _piece_of(choice: object) -> str | None:
@@ -180,29 +179,33 @@ def _piece_of(choice: object) -> str | None:
 
 def predicted(timings: dict[str, Any] | None) -> tuple[int, float] | None:
     """Return how many tokens were generated and the milliseconds that took, None if not said."""
-    if timings is None:
-        return None
-    count, ms = timings.get("predicted_n"), timings.get("predicted_ms")
-    if isinstance(count, int) and isinstance(ms, int | float) and count >= 0 and ms >= 0:
-        return count, float(ms)
-    return None
+    count, ms = _count_in(timings, "predicted_n"), _ms_in(timings, "predicted_ms")
+    return None if count is None or ms is None else (count, ms)
 
 
 def prompt_ms(timings: dict[str, Any] | None) -> float | None:
     """Return the milliseconds that the decoder evaluated the prompt for, None if not said."""
-    found = None if timings is None else timings.get("prompt_ms")
-    return float(found) if isinstance(found, int | float) and found >= 0 else None
+    return _ms_in(timings, "prompt_ms")
 
 
 def token_counts(timings: dict[str, Any] | None) -> tuple[int | None, int | None]:
     """Return (cached, evaluated) prompt tokens as the decoder counted them, None if it did not."""
-    if timings is None:
-        return None, None
-    cached, evaluated = timings.get("cache_n"), timings.get("prompt_n")
-    return (
-        cached if isinstance(cached, int) else None,
-        evaluated if isinstance(evaluated, int) else None,
-    )
+    return _count_in(timings, "cache_n"), _count_in(timings, "prompt_n")
+
+
+def _count_in(timings: dict[str, Any] | None, name: str) -> int | None:
+    """Return a number of tokens; whatever else a decoder may have put there is none."""
+    found = None if timings is None else timings.get(name)
+    if isinstance(found, bool) or not isinstance(found, int):
+        return None
+    return found if 0 <= found <= _MOST_TOKENS else None
+
+
+def _ms_in(timings: dict[str, Any] | None, name: str) -> float | None:
+    found = None if timings is None else timings.get(name)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        return None
+    return float(found) if 0 <= found <= _MOST_MS else None
 
 
 def error_event(message: str, status: int, kind: str) -> bytes:

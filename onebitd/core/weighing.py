@@ -86,7 +86,7 @@ class Outlook:
         parts += [] if decoder is None else [f"{_ms(decoder)} on the decoder"]
         if self.cached_tokens:
             parts.append(f"{self.cached_tokens} of {self.prompt_tokens} tokens are in its cache")
-        if parts and self.displaced_ms:
+        if self.displaced_ms and provider is not None and provider < (decoder or 0.0):
             parts.append(f"{_ms(self.displaced_ms)} for what a handoff displaces")
         return ", ".join(parts)
 

@@ -30,7 +30,7 @@ class Ticket:
 
     Attributes:
         phase: where its request is, for `status`.
-        granted: since when the slot is its (time.monotonic()), None until then.
+        granted: since when the slot is its (trio.current_time()), None until then.
         prompt: what it will leave in the slot, None as long as that is not known.
         work_ms: how long it is expected to need the slot, None when nothing is known.
         run_ms: how long its provider run is expected to take, None without one.
@@ -70,7 +70,7 @@ class Ticket:
                 if place == 1:
                     admission.last_holder = self
                     if self.granted is None:
-                        self.granted = time.monotonic()
+                        self.granted = trio.current_time()
                 return
             moved = self._moved
             await moved.wait()

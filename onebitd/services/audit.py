@@ -83,6 +83,7 @@ class Audits:
 
     Attributes:
         on_change: called when something changed that `status` shows as a fault.
+        on_slot_lost: called when the slot will not hold again what it did before an audit.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Audits:
         self._supervisor = supervisor
         self._admission = admission
         self._files = AuditFiles(slots)
-        self._slot = SlotAside(supervisor, self._files, make_safe)
+        self._slot = SlotAside(supervisor, self._files, make_safe, lambda: self.on_slot_lost())
         self._draw = draw
         self._ledger = audit.Ledger()
         self._evidence: Evidence | None = None
@@ -107,6 +108,7 @@ class Audits:
         self._waiting = trio.CancelScope()
         self._ended = False
         self.on_change: Callable[[], None] = lambda: None
+        self.on_slot_lost: Callable[[], None] = lambda: None
 
     # What the daemon and its status ask.
 
@@ -415,8 +417,7 @@ class Audits:
         )
         if verdict.ok:
             return
-        self._slot.drop()
-        self._slot.doubted = True
+        self._slot.doubt()
         why = self.out_of_service
         if why is not None and not was_open:
             log.error("provider_out_of_service", line=f"the provider is out of service: {why}")

@@ -113,6 +113,7 @@ class Handoffs:
         self.audits = Audits(config, supervisor, admission, slots, self.make_safe)
         self.keeper = CostKeeper(state / COSTS_FILE, subject_of(config, supervisor.program))
         self.outlooks = Outlooks(supervisor, admission, self.runs, self.keeper)
+        self.audits.on_slot_lost = self.outlooks.memory.forget
         self.reuse = Reuse()
         self.breaker = ProviderBreaker(
             self._try_provider,
@@ -143,6 +144,11 @@ class Handoffs:
     def out_of_service(self) -> str | None:
         """Why the provider is not called, None while it is."""
         return self.audits.out_of_service or self.breaker.out_of_service
+
+    @property
+    def out_of_service_brief(self) -> str | None:
+        """The same without the provider's last words: they may quote somebody else's prompt."""
+        return self.audits.out_of_service or self.breaker.brief
 
     @property
     def route_off(self) -> str | None:
@@ -276,7 +282,10 @@ class Exchange:
             stream=parsed.stream,
             provider=config.provider.program,
         )
-        self.lessons = Lessons(handoffs.outlooks, handoffs.breaker, handoffs.reuse, self.record)
+        self.lessons = Lessons(
+            *(handoffs.outlooks, handoffs.breaker, handoffs.reuse, self.record),
+            is_ours=lambda: handoffs.config.provider == config.provider,
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -318,14 +327,13 @@ class Exchange:
         # A prompt that does not fit, or that the decoder cannot read, gets the decoder's own words.
         its_own = (Reason.TOO_LONG, Reason.BACKEND_REFUSED)
         if self._policy is Policy.STRICT and skip is not None and skip.reason not in its_own:
-            self._raise_if_strict(skip.reason, skip.detail)
+            brief = handoffs.out_of_service_brief
+            is_for_all = skip.reason is not Reason.BREAKER_OPEN or brief is None
+            self._raise_if_strict(skip.reason, skip.detail, None if is_for_all else brief)
         with self._waiting("queue_ms", ticket):
             await ticket.wait_slot()
         if self._handed is None:
             await handoffs.audits.put_slot_back()
-            if self._prompt is not None:
-                expected = handoffs.outlooks.memory.reusable(self._prompt)
-                self.lessons.expected_tokens = expected
         ticket.phase = "decode"
         self.lessons.run_beside = handoffs.runs.running is not None
         self._forwarded = (method, target, headers, body)
@@ -342,13 +350,14 @@ class Exchange:
         await self._wait_replaced(error)
         return await self._forward()
 
-    def _raise_if_strict(self, reason: Reason, detail: str) -> None:
+    def _raise_if_strict(self, reason: Reason, detail: str, told: str | None = None) -> None:
+        """Refuse the request if a failed handoff is an error; `told` is what its client may see."""
         strict = self._policy is Policy.STRICT
         if strict or self._config.handoff.on_failure == "error":
             self._strict_detail = detail  # the record has a field for the reason already
             raise RequestError(
                 502,
-                f"the handoff failed ({reason}: {detail})",
+                f"the handoff failed ({reason}: {told or detail})",
                 kind="handoff_error",
                 reason=reason,
             )
@@ -589,6 +598,7 @@ class Exchange:
             if self._handed is not None and facts.generation != self._generation:
                 self._lost(Reason.BACKEND_DOWN, "the decoder restarted after the restore")
             self._generation = facts.generation
+            self.lessons.expected_tokens = self._expected(facts)
             document = self._parsed.json
             sent = body
             if self._handed is not None and document is not None:
@@ -599,7 +609,7 @@ class Exchange:
                 await self._wait_replaced(error)
                 continue
             if self._handed is not None and reply.status < 500:
-                self._handoffs.breaker.note_success()
+                self.lessons.succeeded()
             if self._handed is None or reply.status < 500:
                 break
             # A state that passed every check and still breaks the decoder: prefill after all.
@@ -616,9 +626,16 @@ class Exchange:
         self.watch = sse.watch_for(dict(reply.headers).get(b"content-type", b""))
         return reply
 
+    def _expected(self, facts: BackendFacts) -> int:
+        """Return how many of the prompt's tokens this decoder is believed to hold by itself."""
+        outlooks, prompt = self._handoffs.outlooks, self._prompt
+        outlooks.see(facts)
+        if self._handed is not None or prompt is None:
+            return 0
+        return outlooks.memory.reusable(prompt)
+
     async def _wait_replaced(self, error: BackendError) -> None:
         self._tries += 1
-        self.lessons.expected_tokens = 0  # the next one's slot is empty
         self._lost(Reason.BACKEND_DOWN, f"the decoder died under this request: {error}")
         if self._tries == _TRIES:
             raise RequestError(
@@ -651,10 +668,12 @@ class Exchange:
         if self._reply is not None:
             self._reply.close()
         if self._ticket is not None:
-            if self._ticket.granted is not None and not self._slot_is_noted:
-                self._slot_is_noted = True
-                self._note_slot()
-            self._ticket.leave()
+            try:
+                if self._ticket.granted is not None and not self._slot_is_noted:
+                    self._slot_is_noted = True
+                    self._note_slot()
+            finally:
+                self._ticket.leave()
 
     def _note_slot(self) -> None:
         """Remember what this request leaves in the slot, which is still its own."""

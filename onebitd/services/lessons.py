@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from onebitd.adapters.suspend_clock import SuspendWatch
@@ -25,6 +26,8 @@ class Lessons:
         breaker: counts failures.
         reuse: counts what was handed over in vain.
         record: of the request.
+        is_ours: says whether the request's provider is still the configured one: what another did
+            is not held against it.
 
     Attributes:
         expected_tokens: of the prompt that the slot was believed to hold when it was forwarded.
@@ -32,25 +35,38 @@ class Lessons:
     """
 
     def __init__(
-        self, outlooks: Outlooks, breaker: ProviderBreaker, reuse: Reuse, record: HandoffRecord
+        self,
+        outlooks: Outlooks,
+        breaker: ProviderBreaker,
+        reuse: Reuse,
+        record: HandoffRecord,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         self._outlooks = outlooks
         self._breaker = breaker
         self._reuse = reuse
         self._record = record
+        self._is_ours = is_ours
         self._sleep = SuspendWatch()
         self.expected_tokens = 0
         self.run_beside = False
 
     def failed(self, error: HandoffError) -> HandoffError:
         """Count a failed handoff; return it, perhaps with more to say."""
+        if not self._is_ours():
+            return error
         return self._breaker.note_failure(error, slept=self._sleep.slept())
+
+    def succeeded(self) -> None:
+        """The decoder took what was handed over."""
+        if self._is_ours():
+            self._breaker.note_success()
 
     def run_ended(
         self, route: Route, tokens: int, run_ms: float, *, overlapped: bool, cold: bool
     ) -> None:
         """A provider run has ended well; see `Costs.note_provider`."""
-        if self._sleep.slept():
+        if self._sleep.slept() or not self._is_ours():
             return
         costs, record, now = self._outlooks.costs, self._record, time.time()
         costs.note_provider(route, tokens, run_ms, overlapped=overlapped, cold=cold, now=now)
@@ -62,7 +78,7 @@ class Lessons:
 
     def run_stopped(self, stopped: Overtaken, tokens: int, *, overlapped: bool) -> None:
         """A run was stopped: it takes longer than that. One that overran may well hang."""
-        if self._sleep.slept():
+        if self._sleep.slept() or not self._is_ours():
             return
         now, reason = time.time(), Reason.PROVIDER_TIMEOUT
         costs = self._outlooks.costs
@@ -96,7 +112,8 @@ class Lessons:
             return
         record = self._record
         cached, evaluated = record.cached_tokens, record.evaluated_tokens
-        if handed is not None and record.prompt_tokens and evaluated is not None:
+        by_handoff = handed is not None and self._is_ours()
+        if by_handoff and record.prompt_tokens and evaluated is not None:
             self._reuse.note(generation, record.prompt_tokens, evaluated)
         if self._sleep.slept():
             return

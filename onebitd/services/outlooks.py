@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+import trio
+
 from onebitd.core import backend_args
 from onebitd.core.config import Config
 from onebitd.core.costs import Costs
@@ -157,7 +159,7 @@ class Outlooks:
             if work_ms is None:
                 work_ms = self.reply_ms(None)
             if other.granted is not None:
-                spent_ms = (time.monotonic() - other.granted) * 1000.0
+                spent_ms = (trio.current_time() - other.granted) * 1000.0
                 work_ms = max(work_ms - spent_ms, _STILL_SHARE * min(spent_ms, work_ms))
             total_ms += work_ms
         return total_ms

@@ -53,7 +53,7 @@ class Prefilled:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Running:
-    """The run that is on: whose it is, and when its program was started (time.monotonic())."""
+    """The run that is on: whose it is, and when its program was started (trio.current_time())."""
 
     ticket: Ticket
     began: float
@@ -61,7 +61,7 @@ class Running:
     @property
     def elapsed_ms(self) -> float:
         """Since its start."""
-        return (time.monotonic() - self.began) * 1000.0
+        return (trio.current_time() - self.began) * 1000.0
 
 
 class ProviderRuns:
@@ -102,7 +102,7 @@ class ProviderRuns:
         self._in_use: DeviceLock | None = None  # the lock that the run or the stuck one has
         self._stuck: Child | None = None
         self.running: Running | None = None  # the last one, while its turn lasts
-        self.ended_well = 0  # runs since the start
+        self.ended_well = 0  # runs of this provider since the start
         self._running = False
         self._ended = False
         self._stuck_event = trio.Event()
@@ -186,6 +186,8 @@ class ProviderRuns:
         `hold_for_life` takes one that is.
         """
         before, self._lock = self._lock, lock
+        if self._config.provider != config.provider:
+            self.ended_well = 0
         self._config = config
         if before is not None and before is not self._in_use and not self._is_for_life(before):
             before.release()
@@ -397,7 +399,7 @@ class ProviderRuns:
     ) -> None:
         ticket.phase = "prefill"
         self._running = True
-        self.running = Running(ticket, time.monotonic())
+        self.running = Running(ticket, trio.current_time())
         try:
             with timed(record, "provider_wall_ms"):
                 result = await run_provider(

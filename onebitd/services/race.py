@@ -7,7 +7,6 @@ free the decoder could do it instead, and the run goes on only as long as it is 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Awaitable, Callable
 
 import trio
@@ -18,8 +17,11 @@ from onebitd.core.weighing import Outlook, is_overtaken
 from onebitd.services.admission import Ticket
 from onebitd.services.provider_runs import Prefilled, Running
 
-_LOOK_S = 0.05
-"""How often to see whether a run that waits for the device has begun."""
+_LOOK_MS = 50.0
+"""How often to see whether a run that waits for the device has begun: at first more often."""
+_BEGIN_MS = 50.0
+"""Files, a lock that is free, and a program take a moment, however fast the decoder is; a run that
+is given up before it began has taught nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,12 +100,12 @@ async def _wait_overtaken(
     running: Callable[[], Running | None],
 ) -> Overtaken:
     await ticket.wait_slot()
-    free_since = time.monotonic()
+    free_since = trio.current_time()
     while True:
         now = outlook()
         run = running()
         elapsed_ms = None if run is None or run.ticket is not ticket else run.elapsed_ms
-        since_ms = (time.monotonic() - free_since) * 1000.0
+        since_ms = (trio.current_time() - free_since) * 1000.0
         # An exploration is expected to lose; how much it may is its limit.
         if not plan.explored and is_overtaken(now, elapsed_ms or 0.0):
             left_ms = max(0.0, (now.provider_ms or 0.0) - (elapsed_ms or 0.0)) + now.handover_ms
@@ -123,7 +125,9 @@ async def _wait_overtaken(
                 # Another request's run is the device at work.
                 overran=not plan.explored and (run is None or elapsed_ms is not None),
             )
-        await trio.sleep(min(left_ms / 1000.0, _LOOK_S) if elapsed_ms is None else left_ms / 1000.0)
+        if elapsed_ms is None:
+            left_ms = min(left_ms, _LOOK_MS, max(2.0, since_ms / 2))
+        await trio.sleep(left_ms / 1000.0)
 
 
 def _left_ms(plan: HandOff, now: Outlook, elapsed_ms: float | None, since_ms: float) -> float:
@@ -132,5 +136,5 @@ def _left_ms(plan: HandOff, now: Outlook, elapsed_ms: float | None, since_ms: fl
         return float("inf")
     if elapsed_ms is None:
         # It waits for the device: no longer than what the decoder would have taken.
-        return now.decoder_ms - since_ms
+        return max(now.decoder_ms, _BEGIN_MS) - since_ms
     return plan.limit_ms - elapsed_ms

@@ -27,6 +27,7 @@ class SlotAside:
         supervisor: has the decoder.
         files: where it is saved.
         make_safe: empties the slot, or has the decoder restarted.
+        lost: called when the slot will not hold again what it did before.
 
     Attributes:
         doubted: the slot may hold a cache that was found to drift.
@@ -37,10 +38,12 @@ class SlotAside:
         supervisor: Supervisor,
         files: AuditFiles,
         make_safe: Callable[[BackendFacts, str], Awaitable[None]],
+        lost: Callable[[], None],
     ) -> None:
         self._supervisor = supervisor
         self._files = files
         self._make_safe = make_safe
+        self._lost = lost
         self._saved: _Saved | None = None
         self.doubted = False
 
@@ -122,8 +125,15 @@ class SlotAside:
                 await self._make_safe(facts, "an audit that found drift")
         self.doubted = False
 
+    def doubt(self) -> None:
+        """What the slot holds, or did before, was found to drift."""
+        self.drop()
+        self.doubted = True
+        self._lost()
+
     def drop(self) -> None:
         """What was put aside is of no use any more."""
         saved, self._saved = self._saved, None
         if saved is not None:
             self._files.remove(saved.name)
+            self._lost()

@@ -130,9 +130,9 @@ def run(args: argparse.Namespace, sizes: Sizes) -> list[Bar]:
             measured = replay_trace(trace, directory, reference.ms_per_token, args)
             say(verdict.page(measured, args.paces))
             bars += verdict.bars_of(measured, args.paces)
-            if args.records is not None:
-                with args.records.open("a") as file:
-                    file.writelines(json.dumps(one) + "\n" for one in measured.records.values())
+            if args.raw is not None:
+                with args.raw.open("a") as file:
+                    file.writelines(json.dumps(one) + "\n" for one in measured.raw())
     return bars
 
 
@@ -150,7 +150,7 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     known = list(traces.TRACES)
     parser.add_argument("--traces", nargs="+", choices=known, default=known)
     parser.add_argument("--paces", nargs="+", choices=list(PACES), default=list(PACES))
-    parser.add_argument("--records", type=Path, help="append auto's records to this file, as JSON")
+    parser.add_argument("--raw", type=Path, help="append all times and auto's records to this file")
     args = parser.parse_args(words)
     if args.quick:
         args.rounds, args.learning = 1, 8

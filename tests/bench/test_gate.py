@@ -66,6 +66,7 @@ def test_bars_are_auto_over_the_oracle_and_at_the_slow_pace_over_never() -> None
     assert over_oracle.ratio == pytest.approx(1.06)
     assert over_never.ratio == pytest.approx(0.848)
     assert (over_oracle.limit, over_never.limit) == (1.05, 1.02)
+    assert (over_oracle.by_choice, over_never.by_choice) == pytest.approx((1.0, 0.8))
     assert (over_oracle.is_met, over_never.is_met) == (False, True)
     assert len(verdict.bars_of(measured("4x", ("used", "used")), ["4x"])) == 1
 
@@ -73,7 +74,7 @@ def test_bars_are_auto_over_the_oracle_and_at_the_slow_pace_over_never() -> None
 def test_page_tells_wrong_choices_and_the_noise() -> None:
     """Who reads it sees where auto lost, and how much of it could be chance."""
     text = verdict.page(measured("1x", ("used", "used")), ["1x"])
-    assert "never again / never: 1.000" in text
+    assert "never again / never: 1.000; by chance a ratio is off by 0.028" in text
     assert "auto at 1x: 2 used" in text
     assert "100 ms: ? tokens, ? in the slot: used; decoder 100 ms, provider 200 ms" in text
 
@@ -83,7 +84,7 @@ def test_gate_exit_status_is_1_when_a_bar_is_missed(
     ratio: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A script need not read what is printed."""
-    bars = [verdict.Bar("this", 1.0, 1.02, 1.0), verdict.Bar("that", ratio, 1.05, 1.0)]
+    bars = [verdict.Bar("this", 1.0, 1.02, 1.0, 0.0), verdict.Bar("that", ratio, 1.05, 1.0, 0.0)]
     monkeypatch.setattr(gate, "run", lambda *_: bars)
     assert gate.main([]) == status
     assert capsys.readouterr().out.count("MISSED that") == status

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,15 +59,29 @@ class Measured:
         times = self.counted.get(seat) or self.tried[seat]
         return [median(times[key]) for key in self.trace.keys]
 
-    def by_choice(self, pace: str) -> float:
-        """Return what auto's choices take, over the least that any choices take."""
-        way = {
-            "decoder": {key: median(times) for key, times in self.tried[NEVER].items()},
-            "provider": {key: median(t) for key, t in self.tried["always", pace].items()},
-        }
-        chosen = sum(way[self.way_of(id_)][key] for key, id_ in self.requests[pace])
-        least = sum(min(one[key] for one in way.values()) for key, _ in self.requests[pace])
-        return chosen / least
+    def by_choice(self, pace: str, *, least: bool = True) -> float:
+        """Return what auto's choices take by the medians, over the least that any choices take.
+
+        Args:
+            pace: of the provider.
+            least: False for over what never takes.
+        """
+        never, always = self.tried[NEVER], self.tried["always", pace]
+        chosen = base = 0.0
+        for key, id_ in self.requests[pace]:
+            decoder_ms, provider_ms = median(never[key]), median(always[key])
+            chosen += decoder_ms if self.way_of(id_) == "decoder" else provider_ms
+            base += min(decoder_ms, provider_ms) if least else decoder_ms
+        return chosen / base
+
+    def raw(self) -> Iterator[dict[str, Any]]:
+        """Yield all that was measured, for a JSON file."""
+        for (policy, pace), times in self.tried.items():
+            named = {f"{unit}.{place}": one for (unit, place), one in times.items()}
+            yield {"trace": self.trace.name, "policy": policy, "pace": pace, "first_byte_ms": named}
+        for pace, requests in self.requests.items():
+            for (unit, place), id_ in requests:
+                yield {"pace": pace, "request": f"{unit}.{place}", "record": self.records[id_]}
 
     def way_of(self, request_id: str) -> str:
         """Return which way an auto request really went."""
@@ -108,8 +122,13 @@ HEAD = (
 
 
 def noise_of(found: Measured) -> float:
-    """Return never's second run over its first."""
-    return sum(found.medians(AGAIN)) / sum(found.medians(NEVER))
+    """Return the standard deviation of the ratio of two policies that choose the same.
+
+    Never ran twice: what differs there from request to request is chance, and adds up by squares.
+    """
+    never, again = found.medians(NEVER), found.medians(AGAIN)
+    squares = sum((b - a) ** 2 for a, b in zip(never, again, strict=True))
+    return math.sqrt(squares) / sum(never)
 
 
 def losses(found: Measured, pace: str, most: int = 3) -> list[str]:
@@ -148,7 +167,10 @@ def page(found: Measured, paces: Sequence[str]) -> str:
         f" time to first byte, ratios to the oracle's: sum, p50, p95"
     )
     lines = [table(title, HEAD, [cell_row(found, pace) for pace in paces])]
-    lines.append(f"never again / never: {noise_of(found):.3f} (what noise alone does to a sum)")
+    twice = sum(found.medians(AGAIN)) / sum(found.medians(NEVER))
+    lines.append(
+        f"never again / never: {twice:.3f}; by chance a ratio is off by {noise_of(found):.3f}"
+    )
     for pace in paces:
         words = collections.Counter(word_for(found.records[id_]) for _, id_ in found.requests[pace])
         did = ", ".join(f"{count} {word}" for word, count in words.most_common())
@@ -161,12 +183,21 @@ def page(found: Measured, paces: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """One thing that must be so."""
+    """One thing that must be so.
+
+    Attributes:
+        what: is judged.
+        ratio: as measured.
+        limit: of the ratio.
+        by_choice: the same ratio without what chance did.
+        noise: see noise_of.
+    """
 
     what: str
     ratio: float
     limit: float
     by_choice: float
+    noise: float
 
     @property
     def is_met(self) -> bool:
@@ -177,18 +208,19 @@ class Bar:
         """Return a line for the reader."""
         word = "met   " if self.is_met else "MISSED"
         bar = f"{self.ratio:.3f}, at most {self.limit}"
-        return f"{word} {self.what}: {bar} (by choice {self.by_choice:.3f})"
+        return f"{word} {self.what}: {bar} (by choice {self.by_choice:.3f}, noise {self.noise:.3f})"
 
 
 def bars_of(found: Measured, paces: Sequence[str]) -> list[Bar]:
     """Judge one trace."""
     bars = []
+    noise = noise_of(found)
     for pace in paces:
-        auto, choice = sum(found.medians(("auto", pace))), found.by_choice(pace)
-        where = f"{found.trace.name}, {pace}: auto"
-        oracle = sum(found.medians(("oracle", pace)))
-        bars.append(Bar(f"{where} / oracle", auto / oracle, ORACLE_BAR, choice))
+        auto, where = sum(found.medians(("auto", pace))), f"{found.trace.name}, {pace}: auto"
+        oracle, never = sum(found.medians(("oracle", pace))), sum(found.medians(NEVER))
+        ratio = auto / oracle
+        bars.append(Bar(f"{where} / oracle", ratio, ORACLE_BAR, found.by_choice(pace), noise))
         if pace == SLOW:
-            never = sum(found.medians(NEVER))
-            bars.append(Bar(f"{where} / never", auto / never, NEVER_BAR, choice))
+            choice = found.by_choice(pace, least=False)
+            bars.append(Bar(f"{where} / never", auto / never, NEVER_BAR, choice, noise))
     return bars

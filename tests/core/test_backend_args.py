@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from onebitd.core import backend_args
-from onebitd.core.backend_args import command_line, device_args, parse_device_list, refusals
+from onebitd.core.backend_args import (
+    cache_ram_mib,
+    command_line,
+    device_args,
+    parse_device_list,
+    refusals,
+)
 
 REFUSED = [
     ["-np", "2"],
@@ -229,6 +237,24 @@ def test_command_line_everything_is_exactly_this() -> None:
 def test_command_line_cache_ram_in_the_arguments_replaces_ours(flag: str) -> None:
     """backend.args may say otherwise."""
     assert argv(flag, "64") == [*FIXED, flag, "64"]
+
+
+@pytest.mark.parametrize(
+    ("args", "mib"),
+    [
+        ((), 8192.0),
+        (("--cache-ram", "0"), 0.0),
+        (("-cram", "64"), 64.0),
+        (("--cache_ram", "64"), 64.0),
+        (("--cache-ram", "-1"), math.inf),
+        (("--cache-ram", "0", "-cram", "32"), 32.0),
+        (("--cache-ram", "much"), 8192.0),
+        (("--cache-ram",), 8192.0),
+    ],
+)
+def test_cache_ram_mib_is_what_the_decoder_takes(args: tuple[str, ...], mib: float) -> None:
+    """Its own default without the flag, the last one of several, no limit below zero."""
+    assert cache_ram_mib(["llama-server", *args]) == mib
 
 
 def test_command_line_swa_full_is_not_doubled() -> None:

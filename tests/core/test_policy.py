@@ -17,6 +17,7 @@ from onebitd.core.policy import (
     plan_without_prompt,
 )
 from onebitd.core.state_layout import KvSection, Layout, RecrSection, Rows
+from onebitd.core.weighing import Outlook, weigh
 
 KNOWN = Knowledge(
     policy=Policy.AUTO, has_provider=True, device="hybrid", unsupported=None, min_tokens=1
@@ -26,7 +27,7 @@ KNOWN = Knowledge(
 @pytest.mark.parametrize("policy", [Policy.AUTO, Policy.ALWAYS, Policy.STRICT])
 @pytest.mark.parametrize("tokens", [2, 100, 4095])
 def test_plan_whatever_can_be_handed_off_is(policy: Policy, tokens: int) -> None:
-    """Until there is a cost gate, auto hands off like always."""
+    """Without an outlook, auto hands off like always."""
     known = dataclasses.replace(KNOWN, policy=policy)
     assert plan(known, tokens, 4096) == HandOff(Route.FILE)
 
@@ -40,6 +41,7 @@ def test_plan_whatever_can_be_handed_off_is(policy: Policy, tokens: int) -> None
         ({"device": "hrx"}, 100, 4096, Reason.POLICY),
         ({"unsupported": "why"}, 100, 4096, Reason.UNSUPPORTED_MODEL),
         ({"out_of_service": "3 audits found drift"}, 100, 4096, Reason.BREAKER_OPEN),
+        ({"not_reused": "evaluated again"}, 100, 4096, Reason.NOT_REUSED),
         ({}, 1, 4096, Reason.TOO_SHORT),
         ({}, 0, 4096, Reason.TOO_SHORT),
         ({"min_tokens": 101}, 100, 4096, Reason.TOO_SHORT),
@@ -55,6 +57,55 @@ def test_plan_skips_with_its_reason(
     assert isinstance(decided, Skip)
     assert decided.reason is reason
     assert decided.detail
+
+
+SLOW = Outlook(
+    Route.SHARED,
+    prompt_tokens=100,
+    decoder_ms=95.0,
+    decoder_whole_ms=95.0,
+    provider_ms=640.0,
+    provider_runs=9,
+    decoder_replies=9,
+)
+FAST = dataclasses.replace(SLOW, provider_ms=9.0)
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("outlook", [SLOW, FAST])
+def test_plan_only_auto_weighs(policy: Policy, outlook: Outlook) -> None:
+    """`always`, `strict` and `never` stand above what both ways take."""
+    decided = plan(dataclasses.replace(KNOWN, policy=policy), 100, 4096, outlook)
+    match policy:
+        case Policy.NEVER:
+            assert decided == Skip(Reason.POLICY, "the policy is never")
+        case Policy.AUTO if outlook is SLOW:
+            expected = "640 ms on the provider, 95 ms on the decoder"
+            assert decided == Skip(Reason.POLICY, expected)
+        case Policy.AUTO:
+            assert decided == weigh(outlook)
+        case _:
+            assert decided == HandOff(Route.SHARED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"min_tokens": 101}, Reason.TOO_SHORT),
+        ({"out_of_service": "it hangs"}, Reason.BREAKER_OPEN),
+        ({"not_reused": "evaluated again"}, Reason.NOT_REUSED),
+        ({"unsupported": "why"}, Reason.UNSUPPORTED_MODEL),
+    ],
+)
+@pytest.mark.parametrize("policy", [Policy.AUTO, Policy.ALWAYS, Policy.STRICT])
+def test_plan_what_cannot_be_handed_off_is_not_weighed(
+    policy: Policy, changes: dict[str, object], reason: Reason
+) -> None:
+    """A provider that is ever so fast changes nothing."""
+    known = dataclasses.replace(KNOWN, policy=policy, **changes)  # type: ignore[arg-type]
+    decided = plan(known, 100, 4096, FAST)
+    assert isinstance(decided, Skip)
+    assert decided.reason is reason
 
 
 def test_plan_unknown_context_leaves_the_limit_to_the_decoder() -> None:

@@ -108,3 +108,117 @@ def test_error_event_has_the_public_shape() -> None:
     assert json.loads(event[6:]) == {
         "error": {"message": "it broke", "type": "server_error", "code": 500}
     }
+
+
+def event(document: object) -> bytes:
+    """Return one event of a stream."""
+    return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+
+def chunk(**delta: object) -> bytes:
+    """Return one event of a chat's stream."""
+    return event({"choices": [{"index": 0, "delta": delta}]})
+
+
+DONE = b"data: [DONE]\n\n"
+USAGE = event({"choices": [], "usage": {"prompt_tokens": 4}, "timings": TIMINGS})
+
+
+@pytest.mark.parametrize(
+    ("stream", "text"),
+    [
+        (chunk(role="assistant", content=None) + chunk(content="Hé"), "Hé"),
+        (chunk(content="a") + chunk(content="b") + chunk() + USAGE + DONE, "ab"),
+        (event({"choices": [{"text": "x"}]}) + event({"choices": [{"text": ""}]}) + DONE, "x"),
+        (b": hello\n\nevent: x\n" + chunk(content="a").replace(b"\n\n", b"\r\n\r\n"), "a"),
+        (chunk(content="a") + chunk(tool_calls=[{"index": 0}]), None),
+        (chunk(content="a") + chunk(function_call={"name": "f"}), None),
+        (chunk(reasoning_content="hm") + chunk(content="a"), None),
+        (chunk(reasoning_content=None, tool_calls=[], content="a"), "a"),
+        (event({"choices": [{"delta": {"content": "a"}}, {"delta": {}}]}), None),
+        (chunk(content="a") + event({"error": {"message": "no"}}), None),
+        (chunk(content=["a"]), None),
+        (event({"choices": [3]}), None),
+        (event({"content": "of /completion"}), None),
+        (b"data: {\n\n", None),
+        (b"data: \xff\n\n", None),
+        (DONE, ""),
+    ],
+)
+def test_event_watch_text_is_what_the_next_turn_repeats(stream: bytes, text: str | None) -> None:
+    """The pieces of one plain reply, and None for what is more or other than that."""
+    watch = sse.EventWatch()
+    watch.feed(stream)
+    assert watch.text() == text
+
+
+@given(cuts)
+def test_event_watch_any_cuts_give_the_text(where: list[int]) -> None:
+    """Letters of several bytes included."""
+    watch = sse.EventWatch()
+    data = b"".join(event({"choices": [{"text": piece}]}) for piece in ("dé", "jà", " vu")) + DONE
+    for piece in split(data.replace(b"\\u00e9", "é".encode()), where):
+        watch.feed(piece)
+    assert watch.text() == "déjà vu"
+
+
+def test_event_watch_text_of_a_stream_too_long_is_not_kept() -> None:
+    """Nor is its memory; the timings are still found."""
+    watch = sse.EventWatch()
+    for _ in range(40):
+        watch.feed(chunk(content="x" * 65536))
+    watch.feed(USAGE + DONE)
+    assert (watch.text(), watch.timings()) == (None, TIMINGS)
+
+
+def test_event_watch_text_with_an_event_too_long_in_it_is_unknown() -> None:
+    """An event that was passed over is missing from the text."""
+    watch = sse.EventWatch()
+    watch.feed(chunk(content="before") + b"data: " + b"x" * (4 * 1024 * 1024 + 1))
+    watch.feed(b"\n\n" + chunk(content="after") + DONE)
+    assert watch.text() is None
+
+
+@pytest.mark.parametrize(
+    ("document", "text"),
+    [
+        ({"choices": [{"message": {"role": "assistant", "content": "hi"}}]}, "hi"),
+        ({"choices": [{"text": "hi", "logprobs": None}]}, "hi"),
+        ({"choices": [{"message": {"content": None, "tool_calls": [{"id": "1"}]}}]}, None),
+        ({"choices": [{"message": {"content": "a", "reasoning_content": "b"}}]}, None),
+        ({"choices": [{"text": "a"}, {"text": "b"}]}, None),
+        ({"error": {"message": "no"}}, None),
+        ([], None),
+    ],
+)
+def test_json_watch_text_is_what_the_next_turn_repeats(document: object, text: str | None) -> None:
+    """The same of a reply in one piece."""
+    watch = sse.JsonWatch()
+    watch.feed(json.dumps(document).encode())
+    assert watch.text() == text
+
+
+def test_json_watch_text_of_a_reply_too_long_is_unknown() -> None:
+    """Only its tail is kept."""
+    watch = sse.JsonWatch()
+    watch.feed(json.dumps({"choices": [{"text": "x" * (4 * 1024 * 1024)}]}).encode())
+    assert watch.text() is None
+
+
+@pytest.mark.parametrize(
+    ("timings", "found", "ms"),
+    [
+        ({"predicted_n": 7, "predicted_ms": 3, "prompt_ms": 2}, (7, 3.0), 2.0),
+        ({"predicted_n": 0, "predicted_ms": 0.0, "prompt_ms": 0}, (0, 0.0), 0.0),
+        ({"predicted_n": -1, "predicted_ms": 1.0, "prompt_ms": -1}, None, None),
+        ({"predicted_n": 7, "predicted_ms": float("nan"), "prompt_ms": float("nan")}, None, None),
+        ({"predicted_n": 7.5, "predicted_ms": 1.0, "prompt_ms": "2"}, None, None),
+        ({}, None, None),
+        (None, None, None),
+    ],
+)
+def test_predicted_and_prompt_ms_are_the_decoders_words(
+    timings: dict[str, object] | None, found: tuple[int, float] | None, ms: float | None
+) -> None:
+    """What cannot be a measurement is none."""
+    assert (sse.predicted(timings), sse.prompt_ms(timings)) == (found, ms)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import io
 import json
 import shutil
@@ -43,11 +42,21 @@ from tests.e2e.rig import (
     running_rig,
 )
 from tests.e2e.test_faults import in_background
-from tests.harness import ROOT, HttpReply, running_onebitd, wait_until
-from tests.llama_builds import BUILDS, MODELS, LlamaBuild, LlamaClient, LlamaModel, running_llama
+from tests.harness import HttpReply, running_onebitd, wait_until
+from tests.llama_builds import (
+    BUILDS,
+    MODELS,
+    ROOT,
+    LlamaBuild,
+    LlamaClient,
+    LlamaModel,
+    running_llama,
+)
 from tests.llama_builds import running_program as running_llama_program
 
 AUTO = '[handoff]\npolicy = "auto"\n'
+LIMIT = "[provider]\ntimeout_s = 100\n"
+NEVER = {"X-Onebit-Handoff": "never"}
 TRY_IDS = [1, 2, 3] * 11
 """What the breaker tries a provider with."""
 LEARN = (RHYME, DAYS, RHYME, DAYS)
@@ -55,8 +64,8 @@ LEARN = (RHYME, DAYS, RHYME, DAYS)
 
 WEEK = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday"
 VERSE = " everywhere that Mary went, the lamb was sure to go. Mary had a little lamb,"
-COUNTING = {"prompt": "1, 2, 3, 4, 5, 6, 7, 8, 9, 10,", "stop": [" 31"], "max_tokens": 1500}
-"""Its reply counts on, for some eighty tokens, and nothing in the request says for how long."""
+COUNTING = {"prompt": "1, 2, 3, 4, 5, 6, 7, 8, 9, 10,", "stop": [" 26"], "max_tokens": 1500}
+"""Its reply counts on, for some sixty tokens, and nothing in the request says for how long."""
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -93,7 +102,10 @@ class Talk:
     def body(self, turn: int) -> dict[str, Any]:
         """Return what turn 0, 1 or 2 posts; 3 is turn 1 with another text."""
         replies, lines = self.replies, self.lines
-        said = [lines[0], *(text for pair in zip(replies, lines[1:], strict=False) for text in pair)]
+        said = [
+            lines[0],
+            *(text for pair in zip(replies, lines[1:], strict=False) for text in pair),
+        ]
         said = [lines[0], replies[0], lines[3]] if turn == 3 else said[: 2 * turn + 1]
         made = chat(said) if self.path == CHATS else story(said)
         return {**made, "temperature": 0, "seed": 1, "max_tokens": 8}
@@ -115,25 +127,24 @@ class Told:
     ms_per_token: float
 
 
-@functools.cache
+def save(client: LlamaClient, ids: list[int], states: Path) -> float:
+    """Save the state of a prompt, evaluated cold; return the milliseconds for each token."""
+    client.slot_action("erase", "")
+    timings = client.complete(ids, 0)["timings"]
+    assert client.slot_action("save", "s").status == 200
+    shutil.move(client.slots_dir / "s", states / f"{len(ids)}.bin")
+    return float(timings["prompt_ms"] / timings["prompt_n"])
+
+
 def tell(build: LlamaBuild, model: LlamaModel, states: Path) -> Told:
     """Have the decoder alone answer every request of this module, and save states."""
     prepared = prepare(build, model)
     shutil.copytree(prepared.states, states)
-    talks: dict[str, Talk] = {}
     with running_llama(build, model, *BACKEND_ARGS) as client:
-
-        def save(ids: list[int]) -> float:
-            client.slot_action("erase", "")
-            timings = client.complete(ids, 0)["timings"]
-            assert client.slot_action("save", "s").status == 200
-            shutil.copy(client.slots_dir / "s", states / f"{len(ids)}.bin")
-            return float(timings["prompt_ms"] / timings["prompt_n"])
-
-        save(TRY_IDS)
+        save(client, TRY_IDS, states)
+        text = client.post("/apply-template", TALKS[0].body(0))["prompt"]
+        rate = save(client, client.tokenize(text)[:-1], states)
         talks = {talk.path: told(client, talk) for talk in TALKS}
-        text = client.post("/apply-template", talks[CHATS].body(0))["prompt"]
-        rate = save(client.tokenize(text)[:-1])
         client.slot_action("erase", "")
         count = client.post(COMPLETIONS, {**COUNTING, "temperature": 0})["choices"][0]["text"]
     return Told(dataclasses.replace(prepared, states=states), talks, count, rate)
@@ -195,27 +206,18 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rig, di
     texts: dict[str, str] = {}
     args = ("-m", str(model.path), "-np", "1", "--cache-ram", "0", *BACKEND_ARGS)
     with running_llama_program(build.program, (*args, *build.extra_args)) as client:
-
-        def keep(name: str, prompt: list[int], text: str) -> None:
-            ids[name], texts[name] = prompt, text
-            client.slot_action("erase", "")
-            client.complete(prompt[:-1], 0)
-            assert client.slot_action("save", "s").status == 200
-            shutil.copy(client.slots_dir / "s", states / f"{len(prompt) - 1}.bin")
-
         for prompt in (RHYME, DAYS):
-            client.slot_action("erase", "")
-            text = client.complete(prompt, MAX_TOKENS)["content"]
-            keep(prompt, client.tokenize(prompt), text)
-        client.slot_action("erase", "")
+            ids[prompt] = client.tokenize(prompt)
+            save(client, ids[prompt][:-1], states)
+            texts[prompt] = client.complete(ids[prompt], MAX_TOKENS)["content"]
         body = TALKS[0].body(0)
-        text = client.post(CHATS, body)["choices"][0]["message"]["content"]
-        templated = client.post("/apply-template", body)["prompt"]
-        keep(CHATS, client.tokenize(templated), text)
+        ids[CHATS] = client.tokenize(client.post("/apply-template", body)["prompt"])
+        save(client, ids[CHATS][:-1], states)
+        texts[CHATS] = client.post(CHATS, body)["choices"][0]["message"]["content"]
     assert len({len(one) for one in ids.values()}) == 3
     prepared = Prepared(states, ids, texts, b"")
-    more = {"config": AUTO, "backend_args": (*BACKEND_ARGS, "--no-swa-full")}
-    with running_rig(prepared, build, model, home, **more) as rig:
+    words = (*BACKEND_ARGS, "--no-swa-full")
+    with running_rig(prepared, build, model, home, config=AUTO, backend_args=words) as rig:
         yield rig, texts
 
 
@@ -275,26 +277,27 @@ def test_handoff_of_no_use_is_wasted_on_every_endpoint(
 # --- what is learned ----------------------------------------------------------------------------
 
 
-def learn(rig: Rig) -> list[dict[str, Any]]:
-    """Show a daemon that knows nothing both ways; return the records."""
-    return [ask_right(rig, prompt) for prompt in LEARN]
-
-
 def decisions(records: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     """Return how each was decided, and whether that was to learn something."""
     return [(record["outcome"], record.get("explored", False)) for record in records]
 
 
-LEARNING = [("used", True), ("skipped", True), ("used", True), ("skipped", True)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """A daemon that has learned, how it began, and the decoder's own replies."""
+    """A daemon that has learned.
+
+    Attributes:
+        mode: of its provider, as it was learned.
+        told: the decoder's own replies.
+        records: of what was learned from, and of the first prompt after a kill.
+        warnings: about the file of costs.
+    """
 
     rig: Rig
-    records: list[dict[str, Any]]
+    mode: str
     told: Told
+    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    warnings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -303,15 +306,65 @@ def fast(
     parts: tuple[LlamaBuild, LlamaModel],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Learned]:
-    """A provider three times as fast as the decoder, and a file of costs that was damaged."""
+    """A provider three times as fast as the decoder; the daemon that learned so was killed.
+
+    That one found a damaged file of costs.
+    """
+    build, model = parts
     home = tmp_path_factory.mktemp("fast")
-    (home / "costs").mkdir()
-    (home / "costs" / COSTS_FILE).write_text('{"subject": {}, "costs": {"version": 1, "provi')
-    config = AUTO + "[provider]\ntimeout_s = 30\n"
-    env = {"STATE_DIRECTORY": str(home / "costs")}
+    costs, mode = home / "costs", f"per_token:{smollm2_told.ms_per_token / 3}"
+    costs.mkdir()
+    (costs / COSTS_FILE).write_text(_CUT_SHORT)
+    env = {"STATE_DIRECTORY": str(costs)}
+
+    def is_kept() -> bool:
+        with contextlib.suppress(OSError):
+            kept = Costs.from_json(json.loads((costs / COSTS_FILE).read_text())["costs"])
+            return kept.provider_tries(Route.FILE) == 2 == kept.decoder_samples()
+        return False
+
+    config = AUTO + LIMIT
     with running_rig(smollm2_told.prepared, *parts, home, config=config, env=env) as rig:
-        rig.set_mode(f"per_token:{smollm2_told.ms_per_token / 3}")
-        yield Learned(rig, learn(rig), smollm2_told)
+        rig.set_mode(mode)
+        records = [ask_right(rig, prompt) for prompt in LEARN]
+        warnings = rig.daemon.log_records("costs_damaged")
+        wait_until(is_kept, "the figures in their file")
+        rig.daemon.kill()
+    with running_onebitd(
+        model=model.path,
+        llama_server=build.program,
+        provider=rig.provider,
+        backend_args=[*BACKEND_ARGS, *build.extra_args],
+        config=config,
+        env={**provider_env(home), **env},
+    ) as daemon:
+        again = dataclasses.replace(rig, daemon=daemon)
+        records.append(ask_right(again, RHYME))
+        yield Learned(again, mode, smollm2_told, records, warnings)
+
+
+_CUT_SHORT = '{"subject": {}, "costs": {"version": 1, "provi'
+
+
+@contextlib.contextmanager
+def running_slow(
+    told: Told, parts: tuple[LlamaBuild, LlamaModel], home: Path, limit: str
+) -> Iterator[Learned]:
+    """Run a daemon whose provider is twenty times as slow, and whose replies are long as a rule.
+
+    It has learned so before. A breaker that is open looks again after a moment.
+    """
+    costs, patched = home / "costs", home / "patched"
+    costs.mkdir()
+    patched.mkdir()
+    provider_ms = 20 * told.ms_per_token
+    document = {"subject": {}, "costs": seeded(told.ms_per_token, provider_ms).to_json()}
+    (costs / COSTS_FILE).write_text(json.dumps(document))
+    (patched / "sitecustomize.py").write_text(_SHORT_PAUSES)
+    env = {"STATE_DIRECTORY": str(costs), "PYTHONPATH": f"{patched}:{ROOT}"}
+    with running_rig(told.prepared, *parts, home, config=AUTO + limit, env=env) as rig:
+        rig.set_mode(mode := f"per_token:{provider_ms}")
+        yield Learned(rig, mode, told)
 
 
 @pytest.fixture(scope="module")
@@ -320,21 +373,11 @@ def slow(
     parts: tuple[LlamaBuild, LlamaModel],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Learned]:
-    """A provider twenty times as slow, as was learned before; replies are long as a rule.
-
-    Its time limit is a second, and a breaker that is open looks again after a moment.
-    """
+    """A slow provider, whose time limit is a second."""
     home = tmp_path_factory.mktemp("slow")
-    (home / "costs").mkdir()
-    costs = seeded(smollm2_told.ms_per_token, 20 * smollm2_told.ms_per_token)
-    document = {"subject": {}, "costs": costs.to_json()}
-    (home / "costs" / COSTS_FILE).write_text(json.dumps(document))
-    (home / "patched").mkdir()
-    (home / "patched" / "sitecustomize.py").write_text(_SHORT_PAUSES)
-    config = AUTO + "[provider]\ntimeout_s = 1\n"
-    env = {"STATE_DIRECTORY": str(home / "costs"), "PYTHONPATH": f"{home / 'patched'}:{ROOT}"}
-    with running_rig(smollm2_told.prepared, *parts, home, config=config, env=env) as rig:
-        yield Learned(rig, [], smollm2_told)
+    limit = "[provider]\ntimeout_s = 1\n"
+    with running_slow(smollm2_told, parts, home, limit) as learned:
+        yield learned
 
 
 _SHORT_PAUSES = """
@@ -358,47 +401,23 @@ def seeded(decoder_ms: float, provider_ms: float) -> Costs:
 
 def test_damaged_costs_are_put_aside_with_one_warning_and_learned_anew(fast: Learned) -> None:
     """The warning names the file and its copy; every request is served meanwhile."""
-    daemon, directory = fast.rig.daemon, fast.rig.log.parent / "costs"
-    warnings = daemon.log_records("costs_damaged")
-    assert [record["level"] for record in warnings] == ["warning"]
-    file, copy = directory / COSTS_FILE, directory / f"{COSTS_FILE}.damaged"
-    assert f"{file} is damaged: " in warnings[0]["line"]
-    assert f"the file is kept as {copy}" in warnings[0]["line"]
-    assert copy.read_text().endswith("provi")
-    assert decisions(fast.records) == LEARNING
-    wait_until(file.exists, "the new file")
+    file = fast.rig.log.parent / "costs" / COSTS_FILE
+    copy = file.with_name(f"{COSTS_FILE}.damaged")
+    assert [record["level"] for record in fast.warnings] == ["warning"]
+    assert f"{file} is damaged: " in fast.warnings[0]["line"]
+    assert f"the file is kept as {copy}" in fast.warnings[0]["line"]
+    assert copy.read_text() == _CUT_SHORT
+    by_provider, by_decoder = ("used", True), ("skipped", True)
+    assert decisions(fast.records[:4]) == [by_provider, by_decoder, by_provider, by_decoder]
 
 
-def test_learned_costs_survive_a_kill_and_decide_the_next_prompt(
-    smollm2_told: Told, parts: tuple[LlamaBuild, LlamaModel], tmp_path: Path
-) -> None:
+def test_learned_costs_survive_a_kill_and_decide_the_next_prompt(fast: Learned) -> None:
     """The next daemon does not learn anew what the killed one knew."""
-    build, model = parts
-    env = {"STATE_DIRECTORY": str(tmp_path / "costs")}
-    file = tmp_path / "costs" / COSTS_FILE
-
-    def is_learned() -> bool:
-        with contextlib.suppress(OSError):
-            costs = Costs.from_json(json.loads(file.read_text())["costs"])
-            return costs.provider_tries(Route.FILE) == 2 == costs.decoder_samples()
-        return False
-
-    with running_rig(smollm2_told.prepared, *parts, tmp_path, config=AUTO, env=env) as rig:
-        assert decisions(learn(rig)) == LEARNING
-        wait_until(is_learned, "the figures in their file")
-        rig.daemon.kill()
-    assert file.stat().st_mode & 0o777 == 0o600
-    with running_onebitd(
-        model=model.path,
-        llama_server=build.program,
-        provider=rig.provider,
-        backend_args=[*BACKEND_ARGS, *build.extra_args],
-        config=AUTO,
-        env={**provider_env(tmp_path), **env},
-    ) as daemon:
-        record = ask_right(dataclasses.replace(rig, daemon=daemon), RHYME)
-        assert decisions([record]) == [("used", False)], record
-        assert record["provider_estimate_ms"] < record["decoder_estimate_ms"]
+    assert fast.rig.daemon.log_records("costs_damaged") == []
+    record = fast.records[4]
+    assert decisions([record]) == [("used", False)], record
+    assert record["provider_estimate_ms"] < record["decoder_estimate_ms"]
+    assert (fast.rig.log.parent / "costs" / COSTS_FILE).stat().st_mode & 0o777 == 0o600
 
 
 # --- what the slot has --------------------------------------------------------------------------
@@ -412,9 +431,16 @@ def replied(rig: Rig, talk: Talk, turn: int, stream: bool) -> tuple[HttpReply, d
     return reply, rig.daemon.last_handoff(before + 1)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("path", [CHATS, COMPLETIONS], ids=["chat", "completion"])
-@pytest.mark.parametrize("pace", ["fast", "slow"])
+@pytest.mark.parametrize(
+    ("pace", "path", "stream"),
+    [
+        pytest.param("fast", CHATS, False, id="fast-chat-whole"),
+        pytest.param("fast", CHATS, True, id="fast-chat-streamed"),
+        pytest.param("fast", COMPLETIONS, False, id="fast-completion-whole"),
+        pytest.param("fast", COMPLETIONS, True, id="fast-completion-streamed"),
+        pytest.param("slow", CHATS, True, id="slow-chat-streamed"),
+    ],
+)
 def test_later_turns_are_decoded_from_the_slot_and_it_holds_what_was_believed(
     request: pytest.FixtureRequest, pace: str, path: str, stream: bool
 ) -> None:
@@ -422,18 +448,55 @@ def test_later_turns_are_decoded_from_the_slot_and_it_holds_what_was_believed(
     learned: Learned = request.getfixturevalue(pace)
     rig, talk = learned.rig, learned.told.talks[path]
     rig.heal()
-    rig.set_mode(f"per_token:{learned.told.ms_per_token / 3}")  # that of `slow` is not called
-    assert ask_right(rig, DAYS, "always")["outcome"] == "used"  # the slot holds nothing of it
+    rig.set_mode(learned.mode)
+    before = len(rig.daemon.handoffs())
+    rig.daemon.completion("Hello", max_tokens=1, headers=NEVER)  # the slot holds nothing of it
+    rig.daemon.last_handoff(before + 1)
     _, record = replied(rig, talk, 0, stream)
     assert kinds([record]) == ({"used": 1} if pace == "fast" else {"skipped policy": 1}), record
     runs = len(rig.runs())
     for turn in (1, 2, 2, 3):
         _, record = replied(rig, talk, turn, stream)
         assert kinds([record]) == {"skipped already_cached": 1}, record
-        print(pace, path, stream, turn, record)
         assert record["slot_tokens"] == record["cached_tokens"] > record["prompt_tokens"] / 2
         assert "explored" not in record
     assert len(rig.runs()) == runs
+
+
+# --- nothing waits for nothing ------------------------------------------------------------------
+
+
+def test_run_that_the_decoder_overtakes_is_stopped_and_disturbs_nobody(
+    smollm2_told: Told, parts: tuple[LlamaBuild, LlamaModel], tmp_path: Path
+) -> None:
+    """The reply in front ends sooner than expected: the next prompt goes to the decoder then."""
+    with running_slow(smollm2_told, parts, tmp_path, LIMIT) as slow:
+        overtake(slow.rig, slow.told.count)
+
+
+def overtake(rig: Rig, count: str) -> None:
+    """Have the decoder overtake a provider's run behind the reply that counts."""
+    with rig.nothing_left():
+        with RawClient(rig, {**COUNTING, "stream": True}, ["Connection: close"]) as first:
+            first.wait_for(b"data: ")
+            second = in_background(partial(rig.ask, DAYS, stream=True))
+            rig.wait_run(0)
+            pgid = rig.runs()[0]["pgid"]
+            ended = first.read_to_end()
+        assert second().text == rig.prepared.texts[DAYS]
+        assert group_is_gone(pgid)
+        assert rig.daemon.slot_files() == []
+    body = ended.partition(b"\r\n\r\n")[2]
+    counted = HttpReply(200, {"content-type": "text/event-stream"}, body).text
+    assert counted == count
+    rig.daemon.last_handoff(2)
+    front, behind = rig.daemon.handoffs()
+    assert kinds([front, behind]) == {"skipped policy": 1, "skipped overtaken": 1}
+    assert behind["detail"].startswith("the slot is free, "), behind
+    assert behind["provider_estimate_ms"] < behind["decoder_estimate_ms"]
+    assert "handed_tokens" not in behind
+    assert behind["evaluated_tokens"] + behind["cached_tokens"] == len(rig.prepared.ids[DAYS])
+    assert len(rig.runs()) == 1
 
 
 # --- a provider that hangs ----------------------------------------------------------------------
@@ -448,33 +511,42 @@ def test_provider_that_always_hangs_is_waited_for_by_no_more_than_the_breakers_b
     rig.set_mode("hang")
     before, runs = len(rig.daemon.handoffs()), len(rig.runs())
     for number in range(20):
-        ask_right(rig, (RHYME, DAYS)[number % 2 and number < bound], "always")
+        prompt = DAYS if number == 1 else RHYME
+        assert rig.ask(prompt, policy="always").text == rig.prepared.texts[prompt]
+    rig.daemon.last_handoff(before + 20)
     records = rig.daemon.handoffs()[before:]
     expected = {"fallback provider_timeout": bound, "skipped breaker_open": 20 - bound}
     assert kinds(records) == expected
     assert all("provider_wall_ms" not in record for record in records[bound:])
-    assert [run["ids"] == TRY_IDS for run in rig.runs()[runs : runs + bound]] == [False] * bound
+    assert [len(run["ids"]) + 1 for run in rig.runs()[runs : runs + bound]] == [
+        record["prompt_tokens"] for record in records[:bound]
+    ]
     found = rig.daemon.status()["provider"]
     assert (found["breaker_class"], found["breaker"] != "closed") == ("timeout", True)
     assert records[0]["time"] < found["breaker_since"] < records[-1]["time"]
     assert 0 <= found["breaker_next_try_s"] <= 0.2
     assert ctl(rig, "status")[0] == 1
+    tries_go_on_beside_requests(rig)
+    rig.set_mode("ok")
+    wait_until(lambda: rig.daemon.status()["provider"]["breaker"] == "closed", "a good try")
+    assert ask_right(rig, DAYS, "always")["outcome"] == "used"
 
-    runs = len(rig.runs())
-    wait_until(lambda: len(rig.runs()) >= runs + 2, "two tries that nobody asked for")
-    assert all(run["ids"] == TRY_IDS for run in rig.runs()[runs:])
-    assert len(rig.daemon.handoffs()) == before + 20
+
+def tries_go_on_beside_requests(rig: Rig) -> None:
+    """Nobody asks for the tries of the breaker, and nobody waits for one."""
+    before, runs = len(rig.daemon.handoffs()), len(rig.runs())
+    wait_until(lambda: len(rig.runs()) > runs, "a try that nobody asked for")
+    assert rig.runs()[runs]["ids"] == TRY_IDS
+    assert len(rig.daemon.handoffs()) == before
 
     def asked_during_a_try() -> bool:
         wait_until(lambda: rig.daemon.status()["provider"]["breaker"] == "half_open", "a try")
         record = ask_right(rig, RHYME, "always")
         assert kinds([record]) == {"skipped breaker_open": 1}
+        assert "lock_ms" not in record
         return "being tried now" in record["detail"]
 
     wait_until(asked_during_a_try, "a request beside a try")
-    rig.set_mode("ok")
-    wait_until(lambda: rig.daemon.status()["provider"]["breaker"] == "closed", "a good try")
-    assert ask_right(rig, DAYS, "always")["outcome"] == "used"
 
 
 def test_provider_that_hangs_under_auto_is_waited_for_no_longer_than_it_was_worth(
@@ -487,7 +559,7 @@ def test_provider_that_hangs_under_auto_is_waited_for_no_longer_than_it_was_wort
     rig.set_mode("hang")
     before, runs = len(rig.daemon.handoffs()), len(rig.runs())
     with rig.nothing_left():
-        for number in range(20):
+        for number in range(5):
             ask_right(rig, (RHYME, DAYS)[number % 2])
     found = kinds(rig.daemon.handoffs()[before:])
     assert 1 <= found["skipped overtaken"] <= bound, found
@@ -510,34 +582,3 @@ def test_provider_that_was_stopped_is_ended_at_its_limit_with_its_group(slow: Le
         record = rig.daemon.last_handoff(before + 1)
         rig.assert_fell_back(record, "provider_timeout", "no result within 1 s", counted)
         assert group_is_gone(rig.runs()[runs]["pgid"])
-
-
-# --- nothing waits for nothing ------------------------------------------------------------------
-
-
-def test_run_that_the_decoder_overtakes_is_stopped_and_disturbs_nobody(slow: Learned) -> None:
-    """The reply in front ends sooner than expected: the next prompt goes to the decoder then."""
-    rig = slow.rig
-    rig.heal()
-    rig.set_mode("sleep:60")
-    before, runs = len(rig.daemon.handoffs()), len(rig.runs())
-    with rig.nothing_left():
-        with RawClient(rig, {**COUNTING, "stream": True}, ["Connection: close"]) as first:
-            first.wait_for(b"data: ")
-            second = in_background(partial(rig.ask, DAYS, stream=True))
-            pgid = (rig.wait_run(runs), rig.runs()[runs]["pgid"])[1]
-            ended = first.read_to_end()
-        assert second().text == rig.prepared.texts[DAYS]
-        assert group_is_gone(pgid)
-        assert rig.daemon.slot_files() == []
-    body = ended.partition(b"\r\n\r\n")[2]
-    counted = HttpReply(200, {"content-type": "text/event-stream"}, body).text
-    assert counted == slow.told.count
-    rig.daemon.last_handoff(before + 2)
-    front, behind = rig.daemon.handoffs()[before:]
-    assert kinds([front, behind]) == {"skipped policy": 1, "skipped overtaken": 1}
-    assert behind["detail"].startswith("the slot is free, "), behind
-    assert behind["provider_estimate_ms"] < behind["decoder_estimate_ms"]
-    assert "handed_tokens" not in behind
-    assert behind["evaluated_tokens"] + behind["cached_tokens"] == len(rig.prepared.ids[DAYS])
-    assert len(rig.runs()) == runs + 1
