@@ -73,10 +73,13 @@ class CostFile:
     def set_aside(self) -> Path:
         """Rename the file and return its new name; an older one of that name is replaced.
 
+        Whoever damaged it may have opened it to others.
+
         Raises:
             CostFileError: the directory does not allow it.
         """
         try:
+            self.path.chmod(0o600)
             self.path.rename(self._damaged)
         except OSError as error:
             raise self._unusable("set aside", error) from error

@@ -64,6 +64,8 @@ class EarlyCheck:
                     yield
                 except Exception as error:  # noqa: BLE001 - the nursery would wrap it in a group
                     failure = error
+                # What the block has done is done: a cancel that comes now is for whoever is next.
+                nursery.cancel_scope.shield = True
                 nursery.cancel_scope.cancel()
         finally:
             self._give_way()

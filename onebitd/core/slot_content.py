@@ -17,6 +17,8 @@ _BEGINS: Final = 64
 """A prompt with fewer tokens in common with an earlier one is not its next turn: most have the
 start of the template, or a system prompt, in common."""
 _RETURNS_WEIGHT: Final = 0.1
+READ_AT_ONCE_BYTES: Final = 64 * 1024
+"""A longer reply takes milliseconds to read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,20 +40,28 @@ class Reply:
     Args:
         tokens: generated; the last of them is in no cache, since nothing came after it.
         read: returns its text, or None when it is not known, or not what the next turn repeats.
-            Called at most once, and only when a prompt goes on where this one ended.
+            Called once, and only when a prompt may go on where this one ended.
+        unread_bytes: how much it has to read for that.
     """
 
-    def __init__(self, tokens: int, read: Callable[[], str | None]) -> None:
+    def __init__(self, tokens: int, read: Callable[[], str | None], unread_bytes: int = 0) -> None:
         self.tokens = tokens
+        self.unread_bytes = unread_bytes
         self._read: Callable[[], str | None] | None = read
         self._text: str | None = None
 
     @property
     def text(self) -> str | None:
         """The text, None when there is none to compare with."""
-        if self._read is not None:
-            self._text, self._read = self._read(), None
+        read = self._read
+        if read is not None:
+            self._text = read()
+            self._read, self.unread_bytes = None, 0
         return self._text
+
+    def drop_text(self) -> None:
+        """Keep no bytes of it any more."""
+        self._text, self._read, self.unread_bytes = None, None, 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,6 +160,8 @@ class SlotMemory:
             self.returns_share += _RETURNS_WEIGHT * (came_back - self.returns_share)
             if not restored:
                 self._earlier.append(before)
+                if before.reply is not None and before.reply.unread_bytes > READ_AT_ONCE_BYTES:
+                    before.reply.drop_text()  # sixteen of those would be a lot to keep
         if returned is not None and returned[1] > common and not restored:
             self._earlier.remove(returned[0])
         while len(self._earlier) > _KEPT or self._earlier_tokens > self.cached_tokens_max:
@@ -163,6 +175,11 @@ class SlotMemory:
         found = [(content, content.reusable(prompt)) for content in self._earlier]
         best = max(found, key=lambda pair: pair[1], default=None)
         return best if best is not None and best[1] >= _BEGINS else None
+
+    @property
+    def reply(self) -> Reply | None:
+        """What was generated after the prompt in the slot, None when that is not known."""
+        return None if self._slot is None else self._slot.reply
 
     def reusable(self, prompt: Prompt) -> int:
         """Return how many tokens of a prompt the decoder has somewhere in its hands."""

@@ -15,8 +15,8 @@ _TAIL_BYTES: Final = 64 * 1024
 _MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 """An event longer than this is passed on but no longer looked at."""
 
-_KEEP_TEXT: Final = 1024 * 1024
-"""The text of a reply with more characters than this is not kept."""
+_KEEP_EVENTS_BYTES: Final = 2 * 1024 * 1024
+"""The text of a stream longer than this is not put together: some ten thousand tokens."""
 _MOST_TOKENS: Final = 1 << 31
 _MOST_MS: Final = 1e9
 """Eleven days: what is beyond is no measurement."""
@@ -42,6 +42,10 @@ class ReplyWatch(Protocol):
         (templates leave it out of later turns), errors, and what was too long to be kept.
         """
 
+    @property
+    def text_bytes(self) -> int:
+        """How much `text` has to read: a megabyte takes tens of milliseconds."""
+
 
 class EventWatch:
     """Watches text/event-stream: `data:` lines split by blank lines (WHATWG HTML, section 9.2).
@@ -54,9 +58,9 @@ class EventWatch:
         self._held = bytearray()
         self._overlong = False
         self._last_with_timings: bytes | None = None
-        # Read as they come: all at once, at the end, a long reply would stop the loop.
-        self._pieces: list[str] | None = []
-        self._characters = 0
+        # Kept as they are: reading each as it passes would cost more than all else that is done.
+        self._events: list[bytes] | None = []
+        self.text_bytes = 0
 
     def feed(self, data: bytes) -> None:
         """See ReplyWatch."""
@@ -69,7 +73,7 @@ class EventWatch:
             else:
                 self._take_line(line)
         if len(self._held) > _MAX_EVENT_BYTES:
-            self._pieces = None
+            self._events = None
             self._held.clear()
             self._overlong = True
 
@@ -78,17 +82,11 @@ class EventWatch:
             self.started = True
             if b'"timings"' in line:
                 self._last_with_timings = line[5:]
-            self._read(line[5:])
-
-    def _read(self, event: bytes) -> None:
-        if self._pieces is None or event.strip() == b"[DONE]":
-            return
-        piece = _text_of(_parsed(event))
-        self._characters += len(piece or "")
-        if piece is None or self._characters > _KEEP_TEXT:
-            self._pieces = None
-        else:
-            self._pieces.append(piece)
+            if self._events is not None:
+                self._events.append(line)
+                self.text_bytes += len(line)
+                if self.text_bytes > _KEEP_EVENTS_BYTES:
+                    self._events = None
 
     def timings(self) -> dict[str, Any] | None:
         """See ReplyWatch."""
@@ -98,7 +96,16 @@ class EventWatch:
 
     def text(self) -> str | None:
         """See ReplyWatch."""
-        return None if self._pieces is None else "".join(self._pieces)
+        if self._events is None:
+            return None
+        pieces: list[str] = []
+        for line in self._events:
+            event = line[5:]
+            piece = "" if event.strip() == b"[DONE]" else _text_of(_parsed(event))
+            if piece is None:
+                return None
+            pieces.append(piece)
+        return "".join(pieces)
 
 
 class JsonWatch:
@@ -137,6 +144,11 @@ class JsonWatch:
     def text(self) -> str | None:
         """See ReplyWatch."""
         return _text_of(_parsed(bytes(self._kept))) if self._whole else None
+
+    @property
+    def text_bytes(self) -> int:
+        """See ReplyWatch."""
+        return len(self._kept) if self._whole else 0
 
 
 def watch_for(content_type: bytes) -> ReplyWatch:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -53,7 +54,7 @@ from onebitd.services.lessons import Lessons
 from onebitd.services.outlooks import Outlooks
 from onebitd.services.provider_breaker import ProviderBreaker
 from onebitd.services.provider_runs import Prefilled, ProviderRuns, ProviderState, timed
-from onebitd.services.race import Overtaken, race
+from onebitd.services.race import Overtaken, device_patience_ms, race
 from onebitd.services.share_route import ShareRoute
 from onebitd.services.supervisor import BackendFacts, Supervisor
 
@@ -381,6 +382,7 @@ class Exchange:
         if prompt is None:
             return
         self._prompt = ticket.prompt = prompt
+        await self._handoffs.outlooks.read_reply()
         self.record.prompt_tokens = len(prompt.ids)
         plan: policy.Plan = policy.plan(known, len(prompt.ids), facts.ctx_size)
         if isinstance(plan, policy.HandOff):
@@ -469,7 +471,7 @@ class Exchange:
         shares, outlooks = self._handoffs.shares, self._handoffs.outlooks
         self.record.route = Route.SHARED
         refusal = shares.refusal_of(facts)
-        why_not: HandoffError | float
+        why_not: HandoffError | Overtaken | float
         if refusal is not None:
             # Judged once: a pause may end at any moment, and the slot is not ours here.
             self.record.share_ms = 0.0
@@ -489,7 +491,18 @@ class Exchange:
                     return True
             cold = self._handoffs.runs.ended_well == 0
             outlooks.memory.forget()
-            why_not = await shares.hand_over(facts, tokens, self.record, ticket, self._config)
+            patience_ms = math.inf
+            if plan.limit_ms is not None:
+                patience_ms = device_patience_ms(self._outlook_now(ticket, facts, Route.SHARED))
+            why_not = await shares.hand_over(
+                *(facts, tokens, self.record, ticket, self._config, patience_ms)
+            )
+        if isinstance(why_not, Overtaken):
+            self._skip_it(policy.Skip(Reason.OVERTAKEN, why_not.detail))
+            overran = why_not.overran and not plan.explored
+            stopped = dataclasses.replace(why_not, overran=overran)
+            self.lessons.run_stopped(stopped, len(tokens), overlapped=False)
+            return True
         if isinstance(why_not, float):
             self.lessons.run_ended(Route.SHARED, len(tokens), why_not, overlapped=False, cold=cold)
             audits, layout = self._handoffs.audits, facts.layout
@@ -599,6 +612,7 @@ class Exchange:
                 self._lost(Reason.BACKEND_DOWN, "the decoder restarted after the restore")
             self._generation = facts.generation
             self.lessons.expected_tokens = self._expected(facts)
+            self.lessons.forwarded = time.monotonic()
             document = self._parsed.json
             sent = body
             if self._handed is not None and document is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ class Lessons:
     Attributes:
         expected_tokens: of the prompt that the slot was believed to hold when it was forwarded.
         run_beside: somebody else's provider run was on while the decoder worked.
+        forwarded: when the decoder got the request (time.monotonic()); no work of its took longer.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Lessons:
         self._sleep = SuspendWatch()
         self.expected_tokens = 0
         self.run_beside = False
+        self.forwarded = -math.inf
 
     def failed(self, error: HandoffError) -> HandoffError:
         """Count a failed handoff; return it, perhaps with more to say."""
@@ -71,7 +74,7 @@ class Lessons:
         costs, record, now = self._outlooks.costs, self._record, time.time()
         costs.note_provider(route, tokens, run_ms, overlapped=overlapped, cold=cold, now=now)
         if record.lock_ms is not None:
-            costs.note_lock(record.lock_ms, now)
+            self._outlooks.note_lock(record.lock_ms)
         if route is Route.SHARED:
             costs.note_adopt((record.share_ms or 0.0) + (record.adopt_ms or 0.0), now)
         self._outlooks.touch()
@@ -89,7 +92,7 @@ class Lessons:
         else:
             reason = Reason.LOCK_BUSY
             if self._record.lock_ms is not None:
-                costs.note_lock(self._record.lock_ms, now)
+                self._outlooks.note_lock(self._record.lock_ms)
         if stopped.overran:
             self._breaker.note_failure(HandoffError(reason, stopped.detail), slept=False)
         self._outlooks.touch()
@@ -118,10 +121,11 @@ class Lessons:
         if self._sleep.slept():
             return
         costs, now, ms = self._outlooks.costs, time.time(), sse.prompt_ms(timings)
-        if cached is not None and evaluated and ms is not None:
+        spent_ms = (time.monotonic() - self.forwarded) * 1000.0
+        if cached is not None and evaluated and ms is not None and ms <= spent_ms:
             costs.note_decoder(cached, evaluated, ms, overlapped=self.run_beside, now=now)
         generated = sse.predicted(timings)
-        if generated is not None:
+        if generated is not None and generated[1] <= spent_ms:
             costs.note_reply(*generated, now)
         if handed is None and self.expected_tokens and cached is not None:
             expected = self.expected_tokens
@@ -156,7 +160,7 @@ class Lessons:
         timings = watch.timings()
         if timings is not None:
             generated = sse.predicted(timings)
-            reply = None if generated is None else Reply(generated[0], watch.text)
+            reply = None if generated is None else Reply(generated[0], watch.text, watch.text_bytes)
             memory.note(Content(prompt, reply), restored=restored)
         elif watch.started:
             memory.note(Content(prompt), restored=restored)

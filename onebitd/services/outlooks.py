@@ -18,7 +18,7 @@ from onebitd.core.config import Config
 from onebitd.core.costs import Costs
 from onebitd.core.handoff import Route
 from onebitd.core.plans import HandOff, Plan
-from onebitd.core.slot_content import Content, Prompt, SlotMemory
+from onebitd.core.slot_content import READ_AT_ONCE_BYTES, Content, Prompt, SlotMemory
 from onebitd.core.state_layout import Layout
 from onebitd.core.weighing import Habits, Outlook
 from onebitd.services.admission import Admission, Ticket
@@ -27,6 +27,9 @@ from onebitd.services.provider_runs import ProviderRuns
 from onebitd.services.supervisor import BackendFacts, Supervisor
 
 _REPLY_LIMITS: Final = ("max_tokens", "max_completion_tokens", "n_predict")
+_LOCK_FADES_S: Final = 60.0
+"""The wait for the lock halves with each minute in which it was not measured: somebody else had the
+device, and where that makes the decoder the better way nobody would find out that it is over."""
 _STILL_SHARE: Final = 0.25
 """A reply that is longer than expected is expected to go on for this share of what it has taken."""
 
@@ -54,6 +57,7 @@ class Outlooks:
         self._keeper = keeper
         self._generation = -1
         self._decided = 0
+        self._lock_noted = trio.current_time()
         self.memory = SlotMemory()
         self.habits = Habits()
 
@@ -99,6 +103,12 @@ class Outlooks:
             budget_ms=self.habits.budget_ms,
         )
 
+    async def read_reply(self) -> None:
+        """Have the text of the reply in the slot at hand; a long one is read in a thread."""
+        reply = self.memory.reply
+        if reply is not None and reply.unread_bytes > READ_AT_ONCE_BYTES:
+            await trio.to_thread.run_sync(lambda: reply.text)
+
     def decided(self, outlook: Outlook, plan: Plan) -> None:
         """Take a decision between the two ways into account."""
         self.habits.note(outlook, plan)
@@ -139,8 +149,18 @@ class Outlooks:
         if running is not None and running.ticket.run_ms is not None:
             wait_ms = max(0.0, running.ticket.run_ms - running.elapsed_ms)
         if config.lock.enabled and config.lock.hold == "handoff":
-            wait_ms += costs.lock_ms(now) or 0.0
+            wait_ms += self._lock_ms(now)
         return wait_ms + run_ms
+
+    def _lock_ms(self, now: float) -> float:
+        found = self.costs.lock_ms(now)
+        since_s = trio.current_time() - self._lock_noted
+        return 0.0 if found is None else found * 0.5 ** (since_s // _LOCK_FADES_S)
+
+    def note_lock(self, ms: float) -> None:
+        """Learn how long the device lock was waited for."""
+        self.costs.note_lock(ms, time.time())
+        self._lock_noted = trio.current_time()
 
     def _handover_ms(self, route: Route, count: int, layout: Layout | None) -> float:
         now, costs = time.time(), self.costs

@@ -7,6 +7,7 @@ free the decoder could do it instead, and the run goes on only as long as it is 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Awaitable, Callable
 
 import trio
@@ -133,8 +134,12 @@ async def _wait_overtaken(
 def _left_ms(plan: HandOff, now: Outlook, elapsed_ms: float | None, since_ms: float) -> float:
     """Return for how much longer the run is worth waiting for."""
     if plan.limit_ms is None or now.decoder_ms is None:
-        return float("inf")
+        return math.inf
     if elapsed_ms is None:
-        # It waits for the device: no longer than what the decoder would have taken.
-        return max(now.decoder_ms, _BEGIN_MS) - since_ms
+        return device_patience_ms(now) - since_ms
     return plan.limit_ms - elapsed_ms
+
+
+def device_patience_ms(now: Outlook) -> float:
+    """Return how long the device is waited for: what the decoder would take in its place."""
+    return math.inf if now.decoder_ms is None else max(now.decoder_ms, _BEGIN_MS)

@@ -31,6 +31,7 @@ from onebitd.core.errors import (
 from onebitd.core.handoff import HandoffRecord, Reason
 from onebitd.services.admission import Ticket
 from onebitd.services.provider_runs import ProviderRuns, timed
+from onebitd.services.race import Overtaken
 from onebitd.services.supervisor import BackendFacts, Supervisor
 
 log = structlog.get_logger()
@@ -92,12 +93,17 @@ class ShareRoute:
         record: HandoffRecord,
         ticket: Ticket,
         config: Config,
-    ) -> HandoffError | float:
+        patience_ms: float = math.inf,
+    ) -> HandoffError | Overtaken | float:
         """Have these tokens prefilled into the slot, which is the caller's, and adopted.
+
+        Args:
+            facts, tokens, record, ticket, config: as for `ProviderRuns.prefill`.
+            patience_ms: how long the device is waited for: the slot is idle meanwhile.
 
         Returns:
             How long the provider's run took in milliseconds: the slot holds them. Or why nothing
-            has begun, when another route is still open.
+            has begun, when another route is still open; or that the device was not free in time.
 
         Raises:
             HandoffError: no other route is open; the slot is empty, or the decoder restarts.
@@ -122,7 +128,9 @@ class ShareRoute:
             except HandoffError as error:
                 record.share_ms = 0.0
                 return error
-            run_ms = await self._fill(facts, tokens, shared, layout, record, ticket, config)
+            run_ms = await self._fill(
+                *(facts, tokens, shared, layout, record, ticket, config, patience_ms)
+            )
         await trio.lowlevel.checkpoint_if_cancelled()  # the client may have left in the adoption
         return run_ms
 
@@ -220,13 +228,16 @@ class ShareRoute:
         record: HandoffRecord,
         ticket: Ticket,
         config: Config,
-    ) -> float:
+        patience_ms: float,
+    ) -> float | Overtaken:
         memory = None if layout is None else SharedMemory(shared.fds, layout, len(tokens))
         begun = False
+        waiting = trio.CancelScope(deadline=trio.current_time() + patience_ms / 1000.0)
 
         async def begin() -> None:
             nonlocal begun
             begun = True
+            waiting.deadline = math.inf  # from now on somebody may write
             marked = False
             if memory is not None:
                 marked = await trio.to_thread.run_sync(memory.mark)
@@ -235,7 +246,16 @@ class ShareRoute:
 
         good = False
         try:
-            run_ms = await self._runs.prefill_shared(tokens, shared, begin, record, ticket, config)
+            with waiting:
+                run_ms = await self._runs.prefill_shared(
+                    *(tokens, shared, begin, record, ticket, config)
+                )
+            if waiting.cancelled_caught:
+                return Overtaken(
+                    f"the device was not free after {patience_ms:.0f} ms",
+                    elapsed_ms=None,
+                    overran=self._runs.running is None,  # or it is at work for another request
+                )
             if memory is not None:
                 await self._check(memory)
             ticket.phase = "adopt"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,7 +73,7 @@ def _pass(daemons: Daemons, seat: Seat, trace: Trace) -> list[list[client.Seen]]
 
 
 def measure(daemons: Daemons, found: Measured, paces: Sequence[str], rounds: int) -> None:
-    """Run the counted rounds, all seats in turn at each unit, each time another one first."""
+    """Run the counted rounds, all seats one after the other at each unit, in changing order."""
     seats = [NEVER, AGAIN]
     for pace in paces:
         seats += [(policy, pace) for policy in ("auto", "oracle")]
@@ -80,7 +81,9 @@ def measure(daemons: Daemons, found: Measured, paces: Sequence[str], rounds: int
     for round_ in range(rounds):
         for number, unit in enumerate(found.trace.units):
             progress(f"{found.trace.name}: round {round_ + 1}, {number + 1}")
-            seats = [*seats[1:], seats[0]]
+            # By lot: a machine is faster after a rest, and whoever came after the same neighbour
+            # each time would have that for its own.
+            random.Random(f"{round_} {number}").shuffle(seats)  # noqa: S311
             for seat in seats:
                 ways = found.best_ways(seat[1], number) if seat[0] == "oracle" else None
                 found.note(seat, number, daemons.replay(seat, unit, ways), counts=True)

@@ -116,8 +116,28 @@ def test_state_name_differs_with_the_ids() -> None:
     assert paced_provider.state_name(one) != paced_provider.state_name(other)
 
 
-def test_gate_and_overlap_run_and_print(capsys: pytest.CaptureFixture[str]) -> None:
-    """A small run of both ends with every handoff used that was told to be one."""
+def test_overlap_row_compares_with_never_and_says_what_lay_inside() -> None:
+    """Twice the requests in the same time, each run half inside the other client's reply."""
+
+    def reply(name: str, asked: float, first_byte: float, ended: float) -> Seen:
+        return Seen(name, asked, first_byte, ended, 50)
+
+    never = overlap.Looped([reply("n0", 0.0, 2.0, 6.0)], 60.0)
+    both = [reply("a0", 0.0, 1.0, 4.0), reply("a1", 3.0, 5.0, 8.0)]
+    used = {"outcome": "used", "prompt_tokens": 100, "provider_wall_ms": 2000.0}
+    records = {
+        "n0": {"outcome": "skipped", "prompt_tokens": 100},
+        "a0": used | {"time": "1970-01-01T00:00:06.000Z"},
+        "a1": used | {"time": "1970-01-01T00:00:03.000Z"},
+    }
+    row = overlap.row_of(("always", "1x"), overlap.Looped(both, 60.0), never, records)
+    figures = ["2.0", "2.00", "5", "1500", "0.75", "2 of 2", "75%", "50%", "1"]
+    assert row == ["always", *figures]
+    assert overlap.row_of(NEVER, never, never, records)[-4:] == ["0 of 1", "-", "-", "0"]
+
+
+def test_gate_small_run_prints_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole of it, with every handoff used that was told to be one."""
     BUILDS[0].require()
     MODELS[0].require()
     words = ["--rounds", "1", "--learning", "1", "--traces", "overlap", "--paces", "4x"]
@@ -125,8 +145,5 @@ def test_gate_and_overlap_run_and_print(capsys: pytest.CaptureFixture[str]) -> N
     assert [bar.limit for bar in bars] == [verdict.ORACLE_BAR]
     out = capsys.readouterr().out
     assert "two clients overlapping: 2 requests" in out
+    assert "auto at 4x: " in out
     assert "not as told" not in out
-    sizes = ["--rounds", "1", "--requests", "1", "--prompt", "20", "--reply", "8", "--pace", "4x"]
-    assert overlap.main(sizes) == 0
-    (always,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("always")]
-    assert "2 of 2" in always

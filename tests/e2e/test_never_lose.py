@@ -52,10 +52,14 @@ from tests.llama_builds import (
     LlamaModel,
     running_llama,
 )
+from tests.llama_builds import RHYME as LONG_RHYME
 from tests.llama_builds import running_program as running_llama_program
 
 AUTO = '[handoff]\npolicy = "auto"\n'
 LIMIT = "[provider]\ntimeout_s = 100\n"
+PACE = 0.4
+"""Of a fast provider: enough to win all of a prompt and to lose what a turn adds to it, also on a
+machine that is busier when the decoder is measured, or when it is used."""
 NEVER = {"X-Onebit-Handoff": "never"}
 TRY_IDS = [1, 2, 3] * 11
 """What the breaker tries a provider with."""
@@ -75,8 +79,8 @@ def chat(said: list[str]) -> dict[str, Any]:
     Args:
         said: by the user, the model, the user ...
     """
-    example = ["You repeat the text of the user, word by word, nothing else.", WEEK, WEEK]
-    roles = ["system"] + ["user", "assistant"] * (len(said) + 1)
+    example = ["You repeat the text of the user, word by word, nothing else.", *[WEEK] * 6]
+    roles = ["system"] + ["user", "assistant"] * (len(said) + 3)
     texts = [*example, *said]
     return {"messages": [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]}
 
@@ -113,7 +117,7 @@ class Talk:
 
 TALKS = (
     Talk(CHATS, (WEEK, WEEK, WEEK, WEEK.replace("Sunday", "Tuesday"))),
-    Talk(COMPLETIONS, (RHYME, VERSE, VERSE, VERSE.replace("everywhere", "anywhere"))),
+    Talk(COMPLETIONS, (LONG_RHYME, VERSE, VERSE, VERSE.replace("everywhere", "anywhere"))),
 )
 
 
@@ -142,9 +146,12 @@ def tell(build: LlamaBuild, model: LlamaModel, states: Path) -> Told:
     shutil.copytree(prepared.states, states)
     with running_llama(build, model, *BACKEND_ARGS) as client:
         save(client, TRY_IDS, states)
-        text = client.post("/apply-template", TALKS[0].body(0))["prompt"]
-        rate = save(client, client.tokenize(text)[:-1], states)
-        talks = {talk.path: told(client, talk) for talk in TALKS}
+        talks: dict[str, Talk] = {}
+        for talk in TALKS:
+            body = talk.body(0)
+            text = body.get("prompt") or client.post("/apply-template", body)["prompt"]
+            rate = save(client, client.tokenize(text)[:-1], states)
+            talks[talk.path] = told(client, talk)
         client.slot_action("erase", "")
         count = client.post(COMPLETIONS, {**COUNTING, "temperature": 0})["choices"][0]["text"]
     return Told(dataclasses.replace(prepared, states=states), talks, count, rate)
@@ -306,13 +313,13 @@ def fast(
     parts: tuple[LlamaBuild, LlamaModel],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Learned]:
-    """A provider three times as fast as the decoder; the daemon that learned so was killed.
+    """A provider that is faster than the decoder; the daemon that learned so was killed.
 
     That one found a damaged file of costs.
     """
     build, model = parts
     home = tmp_path_factory.mktemp("fast")
-    costs, mode = home / "costs", f"per_token:{smollm2_told.ms_per_token / 3}"
+    costs, mode = home / "costs", f"per_token:{smollm2_told.ms_per_token * PACE}"
     costs.mkdir()
     (costs / COSTS_FILE).write_text(_CUT_SHORT)
     env = {"STATE_DIRECTORY": str(costs)}
@@ -457,7 +464,7 @@ def test_later_turns_are_decoded_from_the_slot_and_it_holds_what_was_believed(
     runs = len(rig.runs())
     for turn in (1, 2, 2, 3):
         _, record = replied(rig, talk, turn, stream)
-        assert kinds([record]) == {"skipped already_cached": 1}, record
+        assert kinds([record]) == {"skipped already_cached": 1}, str(record)
         assert record["slot_tokens"] == record["cached_tokens"] > record["prompt_tokens"] / 2
         assert "explored" not in record
     assert len(rig.runs()) == runs

@@ -172,6 +172,7 @@ async def test_keeper_damaged_file_is_set_aside_with_one_warning(
     assert lines(logs) == [("warning", "costs_damaged")]
     assert "costs.json.damaged" in logs[0]["line"]
     assert (tmp_path / "costs.json.damaged").read_bytes() == content
+    assert stat.S_IMODE((tmp_path / "costs.json.damaged").stat().st_mode) == 0o600
     assert CostKeeper(path, SUBJECT).costs.decoder_samples() == 1
 
 

@@ -58,7 +58,12 @@ class Pupil:
         self.notes, self.breaker, self.reuse = Notes(), Breaker(), Reuse()
         self.memory, self.touched = SlotMemory(), 0
         self.record = HandoffRecord("r", "", "test", "m", "/v1/completions", False)
-        outlooks: Any = SimpleNamespace(costs=self.notes, memory=self.memory, touch=self._touch)
+        outlooks: Any = SimpleNamespace(
+            costs=self.notes,
+            memory=self.memory,
+            touch=self._touch,
+            note_lock=lambda ms: self.notes.note_lock(ms, 1.8e9),
+        )
         breaker: Any = self.breaker
         self.lessons = Lessons(outlooks, breaker, self.reuse, self.record)
 

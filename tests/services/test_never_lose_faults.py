@@ -14,6 +14,7 @@ import pytest
 import trio
 
 from onebitd.adapters.audit_files import AuditFiles
+from onebitd.adapters.slot_files import RunFiles
 from onebitd.core import audit, sse
 from onebitd.core.breaker import State
 from onebitd.core.config import Config, Policy
@@ -160,3 +161,40 @@ async def test_slot_put_aside_that_is_given_up_is_not_in_the_slot_any_more(place
         aside.drop()
         assert lost == ["lost"]
         assert rig.nothing_is_left()
+
+
+@pytest.mark.parametrize("wanted", [Policy.AUTO, Policy.ALWAYS])
+async def test_exchange_client_that_leaves_as_the_state_file_is_taken_over_leaves_no_file(
+    place: Home, monkeypatch: pytest.MonkeyPatch, wanted: Policy
+) -> None:
+    """Between the check's end and the run's the file has its place, and nobody knows its name."""
+    real = RunFiles.take_state
+
+    async def take_state(run: RunFiles, *args: Any, **more: Any) -> tuple[str, int]:
+        taken = await real(run, *args, **more)
+        leaving.cancel()
+        return taken
+
+    monkeypatch.setattr(RunFiles, "take_state", take_state)
+    async with rigged(place) as rig:
+        with trio.CancelScope() as leaving:
+            await rig.ask(PROMPT, policy=wanted, gone=lambda: True)
+        assert leaving.cancelled_caught
+        assert rig.last()["reason"] == "client_gone"
+        assert rig.nothing_is_left()
+
+
+async def test_exchange_decoder_that_says_it_took_longer_than_the_reply_is_not_believed(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour for a prompt, twice, and the decoder would never be tried again."""
+    real = sse._timings_of
+    hour = {"prompt_ms": 3.6e6, "prompt_n": 1000, "predicted_ms": 3.6e6}
+    async with rigged(place) as rig:
+        monkeypatch.setattr(sse, "_timings_of", lambda document: {**(real(document) or {}), **hour})
+        await rig.ask(PROMPT, policy=Policy.NEVER)
+        costs = rig.handoffs.keeper.costs
+        assert (costs.decoder_samples(), costs.reply_tokens(time.time())) == (0, None)
+        monkeypatch.undo()
+        await rig.ask("another prompt of some length", policy=Policy.NEVER)
+        assert costs.decoder_samples() == 1

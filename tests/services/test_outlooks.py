@@ -162,6 +162,23 @@ async def test_of_device_lock_that_is_taken_anew_costs_its_wait(
     assert after == pytest.approx(before + (100 if waits else 0))
 
 
+async def test_of_device_lock_that_was_not_measured_for_a_while_is_thought_free_again(
+    autojump_clock: MockClock,
+) -> None:
+    """Or a device that was somebody else's for a minute would be avoided for a hundred prompts."""
+    desk = Desk()
+    ticket, waits = desk.line.enter("asks"), []
+    desk.outlooks.note_lock(800.0)
+    for _ in range(3):
+        provider_ms = desk.of(ticket, prompt_of("a")).provider_ms
+        assert provider_ms is not None
+        waits.append(provider_ms - 1998)
+        await trio.sleep(61)
+    assert waits == pytest.approx([800, 400, 200], abs=5)
+    desk.outlooks.note_lock(800.0)
+    assert desk.of(ticket, prompt_of("a")).provider_ms == pytest.approx(2798, abs=5)
+
+
 async def test_cached_is_what_the_one_in_front_will_leave() -> None:
     """Not what the slot holds now."""
     desk = Desk()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -21,6 +22,7 @@ import trio
 from onebitd.adapters import provider_process
 from onebitd.adapters.process import Child
 from onebitd.core.config import Policy
+from onebitd.core.handoff import Route
 from onebitd.services import share_route
 from onebitd.services.supervisor import Supervisor
 from tests.harness import STANDINS, is_alive
@@ -124,6 +126,28 @@ async def test_handshake_that_stalls_is_given_up_and_the_prompt_goes_by_file(
         assert (await rig.ask()).record["route"] == "file"
         monkeypatch.setattr(rig.handoffs.shares, "_paused_until", -math.inf)
         assert (await rig.ask()).record["route"] == "shared"
+
+
+async def test_device_that_is_not_free_is_waited_for_as_long_as_the_decoder_would_take(
+    place: Home,
+) -> None:
+    """The slot is idle meanwhile, so under `auto` nothing waits for lock.wait_s; no run begins."""
+    async with sharing(place, lock={"wait_s": 60}) as rig:
+        costs = rig.handoffs.keeper.costs
+        for _ in range(2):
+            costs.note_provider(Route.SHARED, 18, 5.0, overlapped=False, cold=False, now=1e9)
+            costs.note_decoder(0, 19, 200.0, overlapped=False, now=1e9)
+        with rig.lock_path.open("w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            asked = await rig.ask(policy=Policy.AUTO)
+        assert asked.end == ("skipped", "overtaken")
+        assert "the device was not free after 2" in asked.record["detail"]
+        assert asked.record["lock_ms"] < 30_000
+        assert rig.provider_runs() == []
+        assert rig.nothing_is_left()
+        again = await rig.ask(policy=Policy.ALWAYS)
+        assert (again.end, again.record["route"]) == (("used", None), "shared")
+        assert again.text == asked.text
 
 
 async def stuck_run(
