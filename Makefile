@@ -34,8 +34,8 @@ endif
 # Two halves at once. The tests in booted systemd boxes mostly wait for timers; the Debian package is
 # built once, for those that look into it too; the others are there so that both take as long. What
 # this half says comes at its end.
-SIDE_TESTS := tests/systemd tests/repo/test_deb.py tests/contract \
-	$(addprefix tests/e2e/test_,conformance.py damages_real.py prefill_llama.py prefill_numpy.py \
+SIDE_TESTS := tests/systemd tests/repo/test_deb.py tests/contract tests/bench \
+	$(addprefix tests/e2e/test_,audit_real.py conformance.py damages_real.py prefill_llama.py prefill_numpy.py \
 	prefill_share.py shared_route.py shared_route_real.py)
 
 # The log tells where the time goes.

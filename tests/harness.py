@@ -166,12 +166,20 @@ class RunningDaemon:
         return sorted(name for name in names if name != "example.state")
 
     def open_files(self) -> list[str]:
-        """Return what the daemon's descriptors point at, sorted."""
-        found = []
-        for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                found.append(str(entry.readlink()))
-        return sorted(found)
+        """Return what the daemon's descriptors point at, sorted.
+
+        What it learned is written now and then: such a write is let come to its end.
+        """
+        deadline = time.monotonic() + 5
+        while True:
+            found = []
+            for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(str(entry.readlink()))
+            writes = any(name.endswith("/costs.json.new") for name in found)
+            if not writes or time.monotonic() > deadline:
+                return sorted(found)
+            time.sleep(0.01)
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
         """Send a signal and return the exit status."""
