@@ -409,19 +409,31 @@ class Exchange:
 
         async def work() -> Prefilled:
             wanted = (self.record, ticket, self._config, facts.baseline)
-            return await runs.prefill(tokens, layout, *wanted)
+            try:
+                return await runs.prefill(
+                    *(tokens, layout, *wanted), refusal=lambda: self._handoffs.out_of_service
+                )
+            except HandoffError as error:
+                # Counted at once: whoever has waited for this run's end asks next.
+                raise self.lessons.failed(error) from error
 
         result: Prefilled | Overtaken
-        if self._policy is not Policy.AUTO:
-            result = await work()
-        else:
-            outlook = partial(self._outlook_now, ticket, facts, Route.FILE)
-            slots = self._handoffs.slots
-            result = await race(
-                *(work, plan, ticket, outlook),
-                running=lambda: runs.running,
-                discard=lambda made: slots.remove(made.name),
-            )
+        try:
+            if self._policy is not Policy.AUTO:
+                result = await work()
+            else:
+                outlook = partial(self._outlook_now, ticket, facts, Route.FILE)
+                slots = self._handoffs.slots
+                result = await race(
+                    *(work, plan, ticket, outlook),
+                    running=lambda: runs.running,
+                    discard=lambda made: slots.remove(made.name),
+                )
+        except HandoffError as error:
+            if error.reason is not Reason.BREAKER_OPEN:
+                raise
+            self._skip_it(policy.Skip(Reason.BREAKER_OPEN, error.detail))
+            return None
         if isinstance(result, Prefilled):
             self.lessons.run_ended(
                 Route.FILE, len(tokens), result.run_ms, overlapped=overlapped, cold=cold

@@ -50,15 +50,16 @@ class Lessons:
         self._record = record
         self._is_ours = is_ours
         self._sleep = SuspendWatch()
+        self._counted: HandoffError | None = None
         self.expected_tokens = 0
         self.run_beside = False
         self.forwarded = -math.inf
 
     def failed(self, error: HandoffError) -> HandoffError:
-        """Count a failed handoff; return it, perhaps with more to say."""
-        if not self._is_ours():
-            return error
-        return self._breaker.note_failure(error, slept=self._sleep.slept())
+        """Count a failed handoff, once; return it, perhaps with more to say."""
+        if error is not self._counted and self._is_ours():
+            error = self._counted = self._breaker.note_failure(error, slept=self._sleep.slept())
+        return error
 
     def succeeded(self) -> None:
         """The decoder took what was handed over."""

@@ -254,6 +254,7 @@ class ProviderRuns:
         ticket: Ticket,
         config: Config,
         baseline: Baseline | None = None,
+        refusal: Callable[[], str | None] = lambda: None,
     ) -> Prefilled:
         """Have the provider prefill these tokens; the caller removes the state file.
 
@@ -264,6 +265,7 @@ class ProviderRuns:
             ticket: its phase is set.
             config: what the request began with: its provider runs. The lock is the one that is
                 configured by the time of the run.
+            refusal: asked when the turn has come: why the provider is not to be called any more.
 
         Raises:
             HandoffError: with the reason.
@@ -271,6 +273,9 @@ class ProviderRuns:
         ticket.phase = "lock"
         async with self._its_turn():
             self._refuse_if_stuck()
+            why_not = refusal()
+            if why_not is not None:
+                raise HandoffError(Reason.BREAKER_OPEN, why_not)
             self._slots.check_space(layout.bytes_for(len(tokens)))
             with self._run_files(tokens) as run:
                 argv = provider_contract.file_route_argv(

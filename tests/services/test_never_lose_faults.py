@@ -16,7 +16,7 @@ import trio
 from onebitd.adapters.audit_files import AuditFiles
 from onebitd.adapters.slot_files import RunFiles
 from onebitd.core import audit, sse
-from onebitd.core.breaker import State
+from onebitd.core.breaker import LIMITS, FailureClass, State
 from onebitd.core.config import Config, Policy
 from onebitd.core.costs import Costs
 from onebitd.core.errors import HandoffError
@@ -26,6 +26,7 @@ from onebitd.services.slot_aside import SlotAside
 from tests.services.rig import Home, home
 from tests.services.test_audit import auditing
 from tests.services.test_handoff import PROMPT, Rig, rigged
+from tests.services.test_share_route import sharing
 
 
 @pytest.fixture
@@ -198,3 +199,23 @@ async def test_exchange_decoder_that_says_it_took_longer_than_the_reply_is_not_b
         monkeypatch.undo()
         await rig.ask("another prompt of some length", policy=Policy.NEVER)
         assert costs.decoder_samples() == 1
+
+
+@pytest.mark.parametrize("route", ["file", "shared"])
+async def test_requests_that_come_at_once_do_not_all_wait_for_a_provider_that_hangs(
+    place: Home, route: str
+) -> None:
+    """Who waited for its turn asks again: no more of them than the breaker allows try it."""
+    made = rigged if route == "file" else sharing
+    bound = LIMITS[FailureClass.TIMEOUT].threshold
+    async with made(place, provider={"timeout_s": 0.5}) as rig:
+        rig.handoffs.breaker.reset = lambda: False  # type: ignore[method-assign] # of the rig
+        rig.mode("hang")
+        async with trio.open_nursery() as nursery:
+            for number in range(8):
+                nursery.start_soon(rig.ask, f"prompt number {number}")
+        ends = [(record["outcome"], record["reason"]) for record in rig.history.recent(8)]
+        assert sorted(ends) == [
+            *[("fallback", "provider_timeout")] * bound,
+            *[("skipped", "breaker_open")] * (8 - bound),
+        ]
