@@ -195,6 +195,7 @@ async def test_take_disk_that_is_full_warns_once_and_leaves_nothing(
                 with trio.fail_after(20):
                     while os.listdir(kept._slots.path):
                         await trio.sleep(0.002)
+                await wait_logged(lines)  # the file is gone a moment before the line is there
     assert [line["event"] for line in lines] == ["bad_state_not_kept"]
     assert "cannot hold a refused state file: No space left on device" in lines[0]["line"]
     assert names(kept) == []
