@@ -94,6 +94,10 @@ class LearnedCost:
         self._samples: list[Sample] = []
         self._fitted: tuple[Fit, float] | None = None
 
+    def __len__(self) -> int:
+        """How many measurements are kept."""
+        return len(self._samples)
+
     def note(self, size: int, ms: float, now: float, *, depth: int = 0, flags: int = 0) -> None:
         """Learn one measurement; what cannot be one is ignored."""
         if not (math.isfinite(ms) and math.isfinite(now) and ms >= 0 and size >= 1 and depth >= 0):

@@ -1,7 +1,7 @@
 """What the ways to a first token cost here, learned from every request.
 
-Times are milliseconds. `now` is `time.time()` of whoever asks. Estimates do not depend on it: what
-is old counts less as soon as something newer is known, and is the best there is until then.
+Times are milliseconds; `now` is `time.time()` of whoever has measured. Estimates need no clock:
+what is old counts less as soon as something newer is known, and is the best there is until then.
 
 The document of `to_json`, version 1:
 
@@ -86,11 +86,11 @@ class Costs:
         """Learn how long the restore of a state file took."""
         self._restore.note(n_bytes, ms, now)
 
-    def note_adopt(self, ms: float, now: float) -> None:
+    def note_adopt(self, ms: float) -> None:
         """Learn how long share and adopt took, together."""
         self._adopt.note(ms)
 
-    def note_lock(self, ms: float, now: float) -> None:
+    def note_lock(self, ms: float) -> None:
         """Learn how long the device lock was waited for."""
         self._lock.note(ms)
 
@@ -124,7 +124,7 @@ class Costs:
             self._reply_tokens.note(float(_tokens(tokens)))
             self._reply.note(_tokens(tokens), ms, now)
 
-    def note_reuse(self, expected: int, actual: int, now: float) -> None:
+    def note_reuse(self, expected: int, actual: int) -> None:
         """Learn how many tokens the slot was believed to hold, and how many it really gave."""
         if expected >= 1 and actual >= 0:
             self._reuse.note(min(1.0, actual / expected), expected / (expected + 64))
@@ -140,27 +140,23 @@ class Costs:
 
     # What is known
 
-    def provider_ms(
-        self, route: Route, tokens: int, *, overlapped: bool, now: float
-    ) -> float | None:
+    def provider_ms(self, route: Route, tokens: int, *, overlapped: bool) -> float | None:
         """Return how long a run takes; where all were stopped, what they took at least."""
         return self._provider[route].estimate(_tokens(tokens), overlapped=overlapped)
 
-    def restore_ms(self, n_bytes: int, now: float) -> float | None:
+    def restore_ms(self, n_bytes: int) -> float | None:
         """Return how long a restore of so many bytes takes."""
         return self._restore.estimate(n_bytes)
 
-    def adopt_ms(self, now: float) -> float | None:
+    def adopt_ms(self) -> float | None:
         """Return how long share and adopt take."""
         return self._adopt.middle()
 
-    def lock_ms(self, now: float) -> float | None:
+    def lock_ms(self) -> float | None:
         """Return the wait for the device lock that is to be expected."""
         return self._lock.mean()
 
-    def decoder_ms(
-        self, cached: int, evaluated: int, *, overlapped: bool, now: float
-    ) -> float | None:
+    def decoder_ms(self, cached: int, evaluated: int, *, overlapped: bool) -> float | None:
         """Return how long the decoder evaluates so many tokens on top of the cached ones.
 
         None for more than one as long as only single ones were seen: each used handoff shows one.
@@ -176,19 +172,19 @@ class Costs:
             return one if evaluated == 1 else None
         return many if one is None else max(many, one)
 
-    def front_ms(self, tokens: int, now: float) -> float | None:
+    def front_ms(self, tokens: int) -> float | None:
         """Return how long template and tokenize take."""
         return self._front.estimate(_tokens(tokens))
 
-    def reply_tokens(self, now: float) -> float | None:
+    def reply_tokens(self) -> float | None:
         """Return how long a reply usually is."""
         return self._reply_tokens.middle()
 
-    def reply_ms(self, tokens: int, now: float) -> float | None:
+    def reply_ms(self, tokens: int) -> float | None:
         """Return how long it takes to generate so many tokens."""
         return self._reply.estimate(_tokens(tokens))
 
-    def reuse_share(self, now: float) -> float:
+    def reuse_share(self) -> float:
         """Return which share of what the slot is believed to hold is really reused, 0 to 1."""
         found = self._reuse.mean()
         return 1.0 if found is None else min(1.0, found)
@@ -203,7 +199,7 @@ class Costs:
 
     def provider_tries(self, route: Route) -> int:
         """Return how many runs are known in all, cold and stopped ones too."""
-        return len(self._provider[route].rows())
+        return len(self._provider[route])
 
     def decoder_samples(self) -> int:
         """Return how many replies are known that evaluated at least 16 tokens."""

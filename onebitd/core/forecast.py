@@ -79,17 +79,15 @@ class Forecast:
     Args:
         costs: what was learned; empty when no daemon was asked.
         given: figures by hand.
-        now: seconds, as Costs counts them.
     """
 
-    def __init__(self, costs: Costs, given: Given, now: float) -> None:
+    def __init__(self, costs: Costs, given: Given) -> None:
         self._costs = costs
         self._given = given
-        self._now = now
 
     def first_byte(self, tokens: int) -> Expected:
         """Return what a prompt takes that finds the slot free."""
-        front = self._costs.front_ms(tokens, self._now) or 0.0
+        front = self._costs.front_ms(tokens) or 0.0
         return Expected(
             tokens,
             _sum(front, self.decoder_ms(0, tokens)),
@@ -123,9 +121,9 @@ class Forecast:
         """
 
         def learned(n: int) -> float | None:
-            found = self._costs.provider_ms(route, n, overlapped=overlapped, now=self._now)
+            found = self._costs.provider_ms(route, n, overlapped=overlapped)
             if found is None and route is Route.SHARED and self._given.adopt_ms is not None:
-                return self._costs.provider_ms(Route.FILE, n, overlapped=overlapped, now=self._now)
+                return self._costs.provider_ms(Route.FILE, n, overlapped=overlapped)
             return found
 
         given = self._given
@@ -135,7 +133,7 @@ class Forecast:
         """Return the decoder's evaluation of tokens on top of those that it holds."""
 
         def learned(n: int) -> float | None:
-            return self._costs.decoder_ms(cached, n, overlapped=False, now=self._now)
+            return self._costs.decoder_ms(cached, n, overlapped=False)
 
         given = self._given
         return _line(evaluated, given.decoder_fixed_ms, given.decoder_ms_per_token, learned)
@@ -147,7 +145,7 @@ class Forecast:
             return None
         if self._given.restore_ms_per_mib is not None:
             return self._given.restore_ms_per_mib * each * tokens / _MIB
-        return self._costs.restore_ms(round(each * tokens), self._now)
+        return self._costs.restore_ms(round(each * tokens))
 
     def bytes_per_token(self) -> float | None:
         """Return the size of a state file for each of its tokens."""
@@ -158,17 +156,17 @@ class Forecast:
     def adopt_ms(self) -> float | None:
         """Return sharing and adopting, once for a handoff."""
         given = self._given.adopt_ms
-        return self._costs.adopt_ms(self._now) if given is None else given
+        return self._costs.adopt_ms() if given is None else given
 
     def lock_ms(self) -> float:
         """Return the wait for the device lock; none where nothing is known of it."""
         given = self._given.lock_ms
-        return self._costs.lock_ms(self._now) or 0.0 if given is None else given
+        return self._costs.lock_ms() or 0.0 if given is None else given
 
     def typical_reply(self) -> tuple[float, float] | None:
         """Return tokens and time of a typical reply."""
-        tokens = self._costs.reply_tokens(self._now)
-        ms = None if tokens is None else self._costs.reply_ms(round(tokens), self._now)
+        tokens = self._costs.reply_tokens()
+        ms = None if tokens is None else self._costs.reply_ms(round(tokens))
         return None if tokens is None or ms is None else (tokens, ms)
 
     def routes(self) -> tuple[Route, ...]:

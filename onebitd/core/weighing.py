@@ -175,7 +175,7 @@ def is_overtaken(outlook: Outlook, elapsed_ms: float) -> bool:
 
     Args:
         outlook: as of now; `slot_wait_ms` is of no account.
-        elapsed_ms: how long the run has taken; negative: so long until it begins.
+        elapsed_ms: how long the run has taken, 0 as long as it has not begun.
     """
     provider, decoder = outlook.provider_ms, outlook.decoder_ms
     if provider is None or decoder is None:

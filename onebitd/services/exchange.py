@@ -33,7 +33,7 @@ from onebitd.core.errors import (
 from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route, outcome_of_reply
 from onebitd.core.slot_content import Prompt
 from onebitd.core.state_layout import Layout
-from onebitd.core.weighing import Outlook, is_overtaken, weigh
+from onebitd.core.weighing import Outlook, is_overtaken
 from onebitd.services.admission import Ticket
 from onebitd.services.lessons import Lessons
 from onebitd.services.provider_runs import Prefilled, timed
@@ -102,6 +102,7 @@ class Exchange:
         self._broken_off: BackendError | None = None
         self._evidence: _Evidence | None = None
         self._prompt: Prompt | None = None
+        self._known: policy.Knowledge | None = None
         self._slot_is_noted = False
         self.watch: sse.ReplyWatch | None = None
         self.record = HandoffRecord(
@@ -215,6 +216,7 @@ class Exchange:
         await self._handoffs.outlooks.read_reply()
         self.record.prompt_tokens = len(prompt.ids)
         plan: policy.Plan = policy.plan(known, len(prompt.ids), facts.ctx_size)
+        self._known = known
         if isinstance(plan, policy.HandOff):
             may_share = config.handoff.share and self._handoffs.shares.refusal_of(facts) is None
             plan = self._weighed(facts, ticket, Route.SHARED if may_share else Route.FILE)
@@ -243,11 +245,11 @@ class Exchange:
         """Decide between the two ways of a prompt that can be handed off."""
         outlooks, record, prompt = self._handoffs.outlooks, self.record, self._prompt
         assert prompt is not None  # noqa: S101 - it was tokenized
+        assert self._known is not None  # noqa: S101 - it can be handed off
         outlook = outlooks.of(facts, prompt, route, ticket, self._config)
-        plan: policy.Plan = policy.HandOff(route)
+        plan = policy.plan(self._known, len(prompt.ids), facts.ctx_size, outlook)
         if self._policy is Policy.AUTO:
-            plan = weigh(outlook)
-            outlooks.decided(outlook, plan)
+            outlooks.habits.note(outlook, plan)
             record.slot_tokens = outlook.cached_tokens
             record.decoder_estimate_ms = outlook.by_decoder_ms
             record.provider_estimate_ms = outlook.by_provider_ms

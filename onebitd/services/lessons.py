@@ -77,7 +77,7 @@ class Lessons:
         if record.lock_ms is not None:
             self._outlooks.note_lock(record.lock_ms)
         if route is Route.SHARED:
-            costs.note_adopt((record.share_ms or 0.0) + (record.adopt_ms or 0.0), now)
+            costs.note_adopt((record.share_ms or 0.0) + (record.adopt_ms or 0.0))
         self._outlooks.touch()
 
     def run_stopped(self, stopped: Overtaken, tokens: int, *, overlapped: bool) -> None:
@@ -130,7 +130,7 @@ class Lessons:
             costs.note_reply(*generated, now)
         if handed is None and self.expected_tokens and cached is not None:
             expected = self.expected_tokens
-            costs.note_reuse(expected, min(cached, expected), now)
+            costs.note_reuse(expected, min(cached, expected))
         if record.tokenize_ms is not None and record.prompt_tokens:
             front_ms = record.tokenize_ms + (record.template_ms or 0.0)
             costs.note_front(record.prompt_tokens, front_ms, now)

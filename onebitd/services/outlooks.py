@@ -7,7 +7,6 @@ slot is still busy, how much of the prompt it will hold, and what the provider h
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -56,7 +55,6 @@ class Outlooks:
         self._runs = runs
         self._keeper = keeper
         self._generation = -1
-        self._decided = 0
         self._lock_noted = trio.current_time()
         self.memory = SlotMemory()
         self.habits = Habits()
@@ -80,18 +78,18 @@ class Outlooks:
             ticket: its place; the prompt's own run, if it is on, counts from its start.
             config: of the request.
         """
-        now, costs = time.time(), self.costs
+        costs = self.costs
         count = len(prompt.ids)
         wait_ms, cached = self._slot_wait_ms(ticket), self.cached(facts, prompt, ticket)
         lost = self.memory.displaced(prompt)
-        lost_ms = costs.decoder_ms(0, lost, overlapped=False, now=now) if lost else 0.0
+        lost_ms = costs.decoder_ms(0, lost, overlapped=False) if lost else 0.0
         return Outlook(
             route=route,
             prompt_tokens=count,
             cached_tokens=cached,
             slot_wait_ms=wait_ms,
-            decoder_ms=costs.decoder_ms(cached, count - cached, overlapped=False, now=now),
-            decoder_whole_ms=costs.decoder_ms(0, count, overlapped=False, now=now),
+            decoder_ms=costs.decoder_ms(cached, count - cached, overlapped=False),
+            decoder_whole_ms=costs.decoder_ms(0, count, overlapped=False),
             provider_ms=self._provider_ms(route, count - 1, wait_ms > 0, ticket, config),
             handover_ms=self._handover_ms(route, count, facts.layout),
             displaced_ms=(lost_ms or 0.0) * self.memory.returns_share,
@@ -109,10 +107,6 @@ class Outlooks:
         if reply is not None and reply.unread_bytes > READ_AT_ONCE_BYTES:
             await trio.to_thread.run_sync(lambda: reply.text)
 
-    def decided(self, outlook: Outlook, plan: Plan) -> None:
-        """Take a decision between the two ways into account."""
-        self.habits.note(outlook, plan)
-
     def cached(self, facts: BackendFacts, prompt: Prompt, ticket: Ticket) -> int:
         """Return how many of the prompt's tokens the slot will hold when it is the ticket's."""
         self.see(facts)
@@ -122,7 +116,7 @@ class Outlooks:
             found = 0 if last is None else Content(last).reusable(prompt)
         else:
             found = self.memory.reusable(prompt)
-        return int(found * self.costs.reuse_share(time.time()))
+        return int(found * self.costs.reuse_share())
 
     def see(self, facts: BackendFacts) -> None:
         """A decoder that has just started holds nothing."""
@@ -140,8 +134,8 @@ class Outlooks:
         self, route: Route, tokens: int, overlapped: bool, ticket: Ticket, config: Config
     ) -> float | None:
         """Return how long until the provider is done: its own run, and what that waits for."""
-        now, costs = time.time(), self.costs
-        run_ms = costs.provider_ms(route, tokens, overlapped=overlapped, now=now)
+        costs = self.costs
+        run_ms = costs.provider_ms(route, tokens, overlapped=overlapped)
         running = self._runs.running
         if run_ms is None or (running is not None and running.ticket is ticket):
             return run_ms
@@ -149,27 +143,27 @@ class Outlooks:
         if running is not None and running.ticket.run_ms is not None:
             wait_ms = max(0.0, running.ticket.run_ms - running.elapsed_ms)
         if config.lock.enabled and config.lock.hold == "handoff":
-            wait_ms += self._lock_ms(now)
+            wait_ms += self._lock_ms()
         return wait_ms + run_ms
 
-    def _lock_ms(self, now: float) -> float:
-        found = self.costs.lock_ms(now)
+    def _lock_ms(self) -> float:
+        found = self.costs.lock_ms()
         since_s = trio.current_time() - self._lock_noted
         return 0.0 if found is None else found * 0.5 ** (since_s // _LOCK_FADES_S)
 
     def note_lock(self, ms: float) -> None:
         """Learn how long the device lock was waited for."""
-        self.costs.note_lock(ms, time.time())
+        self.costs.note_lock(ms)
         self._lock_noted = trio.current_time()
 
     def _handover_ms(self, route: Route, count: int, layout: Layout | None) -> float:
-        now, costs = time.time(), self.costs
-        one_ms = costs.decoder_ms(count - 1, 1, overlapped=False, now=now) or 0.0
+        costs = self.costs
+        one_ms = costs.decoder_ms(count - 1, 1, overlapped=False) or 0.0
         if route is Route.SHARED:
-            return one_ms + (costs.adopt_ms(now) or 0.0)
+            return one_ms + (costs.adopt_ms() or 0.0)
         if layout is None:
             return one_ms
-        return one_ms + (costs.restore_ms(layout.bytes_for(count - 1), now) or 0.0)
+        return one_ms + (costs.restore_ms(layout.bytes_for(count - 1)) or 0.0)
 
     def _slot_wait_ms(self, ticket: Ticket) -> float:
         """Return how long until the slot is this ticket's."""
@@ -186,13 +180,12 @@ class Outlooks:
 
     def reply_ms(self, document: Mapping[str, Any] | None) -> float:
         """Return how long a reply is expected to take, by the limit that its request sets."""
-        now = time.time()
-        tokens = self.costs.reply_tokens(now)
+        tokens = self.costs.reply_tokens()
         if tokens is None:
             return 0.0
         limit = _reply_limit(document)
         expected = tokens if limit is None else min(tokens, limit)
-        return self.costs.reply_ms(round(expected), now) or 0.0
+        return self.costs.reply_ms(round(expected)) or 0.0
 
     def expect(
         self, ticket: Ticket, outlook: Outlook, plan: Plan, document: Mapping[str, Any] | None

@@ -60,12 +60,13 @@ async def race(
         discard: takes what a run made that ended in the moment of a cancel.
 
     Raises:
-        HandoffError, RequestError: those of `prefill`.
+        HandoffError, RequestError: those of `prefill`; RequestError, the line was closed.
 
     A run that is stopped leaves nothing behind, as after a cancel.
     """
     done: list[Prefilled | Exception] = []
     stopped: list[Overtaken] = []
+    closed: list[RequestError] = []
 
     async def run() -> None:
         try:
@@ -79,9 +80,11 @@ async def race(
             nursery.start_soon(run)
             try:
                 stopped.append(await _wait_overtaken(plan, ticket, outlook, running))
-            except RequestError:  # the line was closed: whoever waits for the slot next says so
-                await trio.sleep_forever()
+            except RequestError as error:  # the line was closed: nobody gets what this run makes
+                closed.append(error)
             nursery.cancel_scope.cancel()
+        if closed:
+            raise closed[0]
     except BaseException:
         for made in done:
             if isinstance(made, Prefilled):

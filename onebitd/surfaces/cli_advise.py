@@ -146,7 +146,7 @@ def _run_advice(arguments: argparse.Namespace) -> int:
     from onebitd.surfaces import advice_pages as pages
 
     sources = _find_sources(arguments)
-    forecast = Forecast(sources.costs, sources.given, sources.now)
+    forecast = Forecast(sources.costs, sources.given)
     missing = forecast.missing()
     if missing:
         found = pages.missing_object(sources, missing)
@@ -185,7 +185,7 @@ def _find_sources(arguments: argparse.Namespace) -> Sources:
         path = arguments.socket or choose_socket(arguments.instance, os.environ, os.geteuid())
         answer = ControlClient(path).costs()
     except NoDaemon as exc:
-        options = _options_for(Forecast(Costs(), given, now).missing())
+        options = _options_for(Forecast(Costs(), given).missing())
         raise NoDaemon(f"{exc}; `advise` needs none when it is given {options}") from None
     try:
         costs = Costs.from_json(answer.get("costs"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,6 @@ from tests.harness import descendants
 SOON_S = 0.2
 LATE_S = 30.0
 """Never reached: whoever answers does so at once, on a busy box too."""
-
-
-@pytest.fixture
-def guard() -> Iterator[Guard]:
-    """Make a guard, and see that no child and no descriptor is left."""
-    made = Guard()
-    children, files = set(descendants(os.getpid())), len(os.listdir("/proc/self/fd"))
-    yield made
-    assert set(descendants(os.getpid())) == children
-    assert len(os.listdir("/proc/self/fd")) == files
-    made.close()
 
 
 def accel(dev: Path, *names: str) -> list[Path]:

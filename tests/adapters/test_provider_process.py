@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,21 +19,10 @@ from onebitd.adapters.provider_process import ProviderResult, run_provider
 from onebitd.core.errors import HandoffError
 from onebitd.core.handoff import Reason
 from onebitd.services import supervisor
-from tests.harness import descendants, is_alive
+from tests.harness import is_alive
 
 OWN_OOM_SCORE_ADJ = int(Path("/proc/self/oom_score_adj").read_text())
 ENV = {"PATH": os.environ["PATH"]}
-
-
-@pytest.fixture
-def guard() -> Iterator[Guard]:
-    """Make a guard, and see that no process and no descriptor of a run is left."""
-    made = Guard()
-    children, files = set(descendants(os.getpid())), len(os.listdir("/proc/self/fd"))
-    yield made
-    assert set(descendants(os.getpid())) == children
-    assert len(os.listdir("/proc/self/fd")) == files
-    made.close()
 
 
 class Run:

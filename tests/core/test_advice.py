@@ -26,7 +26,7 @@ BY_HAND = Given(
 
 def by_hand(**changes: float | None) -> Forecast:
     """Return a forecast that rests on figures by hand alone."""
-    return Forecast(Costs(), dataclasses.replace(BY_HAND, **changes), NOW)
+    return Forecast(Costs(), dataclasses.replace(BY_HAND, **changes))
 
 
 def taught(*, bend: float = 0.0, shared: bool = True) -> Costs:
@@ -44,9 +44,9 @@ def taught(*, bend: float = 0.0, shared: bool = True) -> Costs:
         costs.note_restore(size, 0.5 * size / 2**20, NOW)
         costs.note_decoder(0, tokens, 11 + 0.31 * tokens, overlapped=False, now=NOW)
         costs.note_decoder(tokens, 1, 11.31, overlapped=False, now=NOW)
-        costs.note_lock(2.0, NOW)
+        costs.note_lock(2.0)
         if shared:
-            costs.note_adopt(0.6, NOW)
+            costs.note_adopt(0.6)
     costs.note_reply(100, 500.0, NOW)
     return costs
 
@@ -64,7 +64,7 @@ def test_first_byte_by_hand_is_the_sum_of_its_parts() -> None:
 def test_first_byte_learned_is_that_of_the_same_figures_by_hand() -> None:
     """What the daemon learned from such runs gives what they give by hand."""
     for tokens in (100, 1000, 4000):
-        learned = dataclasses.asdict(Forecast(taught(), Given(), NOW).first_byte(tokens))
+        learned = dataclasses.asdict(Forecast(taught(), Given()).first_byte(tokens))
         assert learned == pytest.approx(dataclasses.asdict(by_hand().first_byte(tokens)), rel=0.02)
 
 
@@ -84,9 +84,9 @@ def test_first_byte_learned_is_that_of_the_same_figures_by_hand() -> None:
 def test_figure_by_hand_takes_the_place_of_the_learned_one(name: str, ways: set[str]) -> None:
     """A larger one makes exactly the ways slower that have such a part."""
     costs = taught()
-    before = dataclasses.asdict(Forecast(costs, Given(), NOW).first_byte(1000))
+    before = dataclasses.asdict(Forecast(costs, Given()).first_byte(1000))
     dear = Given(**{name: 1000.0 * getattr(BY_HAND, name)})
-    after = dataclasses.asdict(Forecast(costs, dear, NOW).first_byte(1000))
+    after = dataclasses.asdict(Forecast(costs, dear).first_byte(1000))
     assert {way for way in before if after[way] > before[way] * 1.001} == ways
     assert {way for way in before if after[way] != before[way]} == ways
 
@@ -124,7 +124,7 @@ def test_judge_route_that_wins_everywhere_is_always() -> None:
 
 def test_judge_route_that_bends_upwards_wins_in_between() -> None:
     """A provider whose runs grow faster than the decoder's has a longest prompt, too."""
-    forecast = Forecast(taught(bend=1.5e-5), Given(), NOW)
+    forecast = Forecast(taught(bend=1.5e-5), Given())
     found = judge(Route.SHARED, forecast.first_byte, 8191)
     ((first, last),) = found.wins
     assert 800 < first < 1500 < 5000 < last < 8000
@@ -144,7 +144,7 @@ def test_overlap_hides_the_run_of_the_file_route_alone() -> None:
 
 def test_overlap_of_a_typical_reply_hides_prompts_up_to_a_length() -> None:
     """The longest whose run, slowed by the decoder at work, ends within the reply's time."""
-    forecast = Forecast(taught(), Given(), NOW)
+    forecast = Forecast(taught(), Given())
     overlap = advise(forecast, [100], 8191).overlap
     assert overlap is not None
     assert overlap.reply_tokens == 100
@@ -215,7 +215,7 @@ def test_missing_names_what_nothing_tells(
     costs: Costs, given: Given, words: tuple[str, ...]
 ) -> None:
     """Nothing is missing once the decoder and one whole route are known."""
-    assert Forecast(costs, given, NOW).missing() == words
+    assert Forecast(costs, given).missing() == words
 
 
 @pytest.mark.parametrize(
@@ -235,14 +235,14 @@ def test_given_is_enough_with_both_rates_and_one_route(
     """So much needs no daemon; fixed costs and the lock are 0 when they are not given."""
     given = dataclasses.replace(BY_HAND, **dict.fromkeys(without))
     assert given.is_enough() is enough
-    assert (Forecast(Costs(), given, NOW).missing() == ()) is enough
+    assert (Forecast(Costs(), given).missing() == ()) is enough
 
 
 def test_shared_route_never_used_is_taken_to_run_as_the_file_route_when_adopting_is_given() -> None:
     """A question about a decoder that can share, before there is one."""
     costs = taught(shared=False)
-    assert Forecast(costs, Given(), NOW).routes() == (Route.FILE,)
-    forecast = Forecast(costs, Given(adopt_ms=0.6), NOW)
+    assert Forecast(costs, Given()).routes() == (Route.FILE,)
+    forecast = Forecast(costs, Given(adopt_ms=0.6))
     assert forecast.routes() == (Route.FILE, Route.SHARED)
     assert forecast.run_ms(Route.SHARED, 500) == forecast.run_ms(Route.FILE, 500)
 

@@ -51,7 +51,7 @@ def run(
 
 def estimate(costs: Costs, tokens: int, *, overlapped: bool = False) -> float:
     """Return the estimate of a run by file."""
-    found = costs.provider_ms(Route.FILE, tokens, overlapped=overlapped, now=NOW)
+    found = costs.provider_ms(Route.FILE, tokens, overlapped=overlapped)
     assert found is not None
     return found
 
@@ -78,15 +78,15 @@ def test_costs_of_nothing_know_nothing() -> None:
     """Before the first figure every estimate is None, and all of a slot is reused."""
     costs = Costs()
     for route in Route:
-        assert costs.provider_ms(route, 100, overlapped=False, now=NOW) is None
+        assert costs.provider_ms(route, 100, overlapped=False) is None
         assert costs.provider_age_s(route, NOW) is None
         assert costs.provider_samples(route) == 0
-    assert costs.restore_ms(1 << 20, NOW) is costs.adopt_ms(NOW) is costs.lock_ms(NOW) is None
-    assert costs.decoder_ms(0, 100, overlapped=False, now=NOW) is None
-    assert costs.front_ms(9, NOW) is costs.reply_ms(9, NOW) is costs.reply_tokens(NOW) is None
+    assert costs.restore_ms(1 << 20) is costs.adopt_ms() is costs.lock_ms() is None
+    assert costs.decoder_ms(0, 100, overlapped=False) is None
+    assert costs.front_ms(9) is costs.reply_ms(9) is costs.reply_tokens() is None
     assert costs.bytes_per_token() is costs.decoder_age_s(NOW) is None
     assert costs.decoder_samples() == 0
-    assert costs.reuse_share(NOW) == 1.0
+    assert costs.reuse_share() == 1.0
 
 
 @pytest.mark.parametrize("device", [proportional, linear, bending, waiting])
@@ -192,7 +192,7 @@ def test_provider_routes_are_learned_apart() -> None:
     """A run on the shared route writes no file; its time says nothing about the other route."""
     costs = learned(linear, [500, 1000])
     costs.note_provider(Route.SHARED, 500, 50.0, overlapped=False, cold=False, now=NOW)
-    shared = costs.provider_ms(Route.SHARED, 500, overlapped=False, now=NOW)
+    shared = costs.provider_ms(Route.SHARED, 500, overlapped=False)
     assert shared == pytest.approx(50.0)
     assert estimate(costs, 500) == pytest.approx(linear(500), rel=0.01)
 
@@ -305,7 +305,7 @@ def test_decoder_single_tokens_and_whole_prompts_are_both_right() -> None:
             costs.note_decoder(cached, evaluated, ms, overlapped=False, now=NOW + second)
     asked = [(3000, 1), (0, 1000), (3000, 1000), (3000, 50), (0, 4000), (0, 100)]
     for cached, evaluated in asked:
-        found = costs.decoder_ms(cached, evaluated, overlapped=False, now=NOW)
+        found = costs.decoder_ms(cached, evaluated, overlapped=False)
         assert found == pytest.approx(decoder(cached, evaluated), rel=0.25), (cached, evaluated)
     assert costs.decoder_samples() == 20
 
@@ -314,9 +314,9 @@ def test_decoder_that_showed_only_single_tokens_is_unknown_for_prompts() -> None
     """A rate of one token at a time would make every prompt look dear."""
     costs = Costs()
     costs.note_decoder(3000, 1, 20.0, overlapped=False, now=NOW)
-    assert costs.decoder_ms(0, 1000, overlapped=False, now=NOW) is None
-    assert costs.decoder_ms(3000, 1, overlapped=False, now=NOW) == pytest.approx(20.0)
-    assert costs.decoder_ms(0, 1, overlapped=False, now=NOW) == pytest.approx(20.0)
+    assert costs.decoder_ms(0, 1000, overlapped=False) is None
+    assert costs.decoder_ms(3000, 1, overlapped=False) == pytest.approx(20.0)
+    assert costs.decoder_ms(0, 1, overlapped=False) == pytest.approx(20.0)
     assert (costs.decoder_samples(), costs.decoder_age_s(NOW)) == (0, None)
     costs.note_decoder(0, 15, 60.0, overlapped=False, now=NOW)
     assert costs.decoder_samples() == 0
@@ -329,9 +329,9 @@ def test_decoder_first_single_token_costs_as_much_as_one_that_is_generated() -> 
     costs = Costs()
     costs.note_decoder(0, 1000, 500.0, overlapped=False, now=NOW)
     costs.note_reply(100, 2500.0, NOW)
-    found = costs.decoder_ms(999, 1, overlapped=False, now=NOW)
+    found = costs.decoder_ms(999, 1, overlapped=False)
     assert found == pytest.approx(25.0, rel=0.05)
-    assert costs.decoder_ms(0, 1000, overlapped=False, now=NOW) == pytest.approx(500.0, rel=0.05)
+    assert costs.decoder_ms(0, 1000, overlapped=False) == pytest.approx(500.0, rel=0.05)
 
 
 def test_decoder_beside_a_provider_is_as_fast_until_it_was_seen_slower() -> None:
@@ -339,11 +339,11 @@ def test_decoder_beside_a_provider_is_as_fast_until_it_was_seen_slower() -> None
     costs = Costs()
     for tokens in (200, 400, 800):
         costs.note_decoder(0, tokens, 1.0 * tokens, overlapped=False, now=NOW)
-    assert costs.decoder_ms(0, 400, overlapped=True, now=NOW) == pytest.approx(400.0, rel=0.02)
+    assert costs.decoder_ms(0, 400, overlapped=True) == pytest.approx(400.0, rel=0.02)
     for tokens in (200, 400, 800):
         costs.note_decoder(0, tokens, 1.4 * tokens, overlapped=True, now=NOW)
-    assert costs.decoder_ms(0, 400, overlapped=True, now=NOW) == pytest.approx(560.0, rel=0.05)
-    assert costs.decoder_ms(0, 400, overlapped=False, now=NOW) == pytest.approx(400.0, rel=0.05)
+    assert costs.decoder_ms(0, 400, overlapped=True) == pytest.approx(560.0, rel=0.05)
+    assert costs.decoder_ms(0, 400, overlapped=False) == pytest.approx(400.0, rel=0.05)
 
 
 def test_costs_other_parts_are_learned_by_their_own_measure() -> None:
@@ -356,13 +356,13 @@ def test_costs_other_parts_are_learned_by_their_own_measure() -> None:
         costs.note_reply(tokens, 20.0 * tokens, NOW)
         costs.note_state(tokens, 20_000 * tokens + 500)
     for ms in (3.0, 3.2, 90.0, 2.9):
-        costs.note_adopt(ms, NOW)
-    assert costs.restore_ms(100 << 20, NOW) == pytest.approx(52.0, rel=0.03)
-    assert costs.front_ms(2000, NOW) == pytest.approx(5.0, rel=0.1)
-    assert costs.reply_ms(500, NOW) == pytest.approx(10_000.0, rel=0.05)
-    assert costs.reply_tokens(NOW) == 1000
+        costs.note_adopt(ms)
+    assert costs.restore_ms(100 << 20) == pytest.approx(52.0, rel=0.03)
+    assert costs.front_ms(2000) == pytest.approx(5.0, rel=0.1)
+    assert costs.reply_ms(500) == pytest.approx(10_000.0, rel=0.05)
+    assert costs.reply_tokens() == 1000
     assert costs.bytes_per_token() == pytest.approx(20_000, rel=0.001)
-    adopt = costs.adopt_ms(NOW)
+    adopt = costs.adopt_ms()
     assert adopt is not None
     assert adopt < 3.5
 
@@ -371,12 +371,12 @@ def test_lock_wait_that_comes_and_goes_is_expected_in_part() -> None:
     """A lock that others have half of the time costs half of their time; a single hang nothing."""
     costs = Costs()
     for index in range(12):
-        costs.note_lock(400.0 * (index % 2), NOW)
-    assert costs.lock_ms(NOW) == pytest.approx(200.0, rel=0.2)
+        costs.note_lock(400.0 * (index % 2))
+    assert costs.lock_ms() == pytest.approx(200.0, rel=0.2)
     quiet = Costs()
     for ms in (0.1, 0.1, 0.1, 30_000.0, 0.1, 0.1):
-        quiet.note_lock(ms, NOW)
-    assert quiet.lock_ms(NOW) == pytest.approx(0.1)
+        quiet.note_lock(ms)
+    assert quiet.lock_ms() == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -397,8 +397,8 @@ def test_reuse_share_is_what_the_decoder_really_took(
     """A share from 0 to 1 that one exception does not move."""
     costs = Costs()
     for expected, actual in seen:
-        costs.note_reuse(expected, actual, NOW)
-    assert low <= costs.reuse_share(NOW) <= high
+        costs.note_reuse(expected, actual)
+    assert low <= costs.reuse_share() <= high
 
 
 def test_costs_forget_provider_keeps_everything_else() -> None:
@@ -407,7 +407,7 @@ def test_costs_forget_provider_keeps_everything_else() -> None:
     costs.note_decoder(0, 500, 100.0, overlapped=False, now=NOW)
     costs.forget_provider()
     assert costs.provider_samples(Route.FILE) == 0
-    assert costs.provider_ms(Route.FILE, 10, overlapped=False, now=NOW) is None
+    assert costs.provider_ms(Route.FILE, 10, overlapped=False) is None
     assert costs.decoder_samples() == 1
 
 
@@ -442,9 +442,9 @@ def note_anything(costs: Costs, note: tuple[Any, ...]) -> None:
         costs.note_reply(tokens, ms, now)
     else:
         costs.note_state(tokens, more)
-        costs.note_reuse(tokens, more, now)
-        costs.note_adopt(ms, now)
-        costs.note_lock(ms, now)
+        costs.note_reuse(tokens, more)
+        costs.note_adopt(ms)
+        costs.note_lock(ms)
 
 
 def all_estimates(costs: Costs, tokens: int, depth: int) -> list[float | None]:
@@ -452,13 +452,13 @@ def all_estimates(costs: Costs, tokens: int, depth: int) -> list[float | None]:
     found: list[float | None] = []
     for overlapped in (False, True):
         found += [
-            costs.provider_ms(Route.FILE, tokens, overlapped=overlapped, now=NOW),
-            costs.decoder_ms(depth, tokens, overlapped=overlapped, now=NOW),
-            costs.decoder_ms(tokens, depth, overlapped=overlapped, now=NOW),
+            costs.provider_ms(Route.FILE, tokens, overlapped=overlapped),
+            costs.decoder_ms(depth, tokens, overlapped=overlapped),
+            costs.decoder_ms(tokens, depth, overlapped=overlapped),
         ]
-    found += [costs.restore_ms(tokens, NOW), costs.front_ms(tokens, NOW)]
-    found += [costs.reply_ms(tokens, NOW), costs.adopt_ms(NOW), costs.lock_ms(NOW)]
-    return [*found, costs.reply_tokens(NOW), costs.reuse_share(NOW), costs.bytes_per_token()]
+    found += [costs.restore_ms(tokens), costs.front_ms(tokens)]
+    found += [costs.reply_ms(tokens), costs.adopt_ms(), costs.lock_ms()]
+    return [*found, costs.reply_tokens(), costs.reuse_share(), costs.bytes_per_token()]
 
 
 @settings(max_examples=150, deadline=None)

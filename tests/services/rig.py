@@ -8,8 +8,10 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
+import pytest
 import trio
 
+from onebitd.adapters.llama_server import LlamaServer, Restored
 from onebitd.adapters.process import Guard
 from onebitd.adapters.slot_files import SlotFiles
 from onebitd.services.supervisor import BackendFacts, Launch, Supervisor
@@ -92,3 +94,15 @@ async def running(supervisor: Supervisor) -> AsyncIterator[BackendFacts]:
         assert supervisor.facts is not None
         yield supervisor.facts
         nursery.cancel_scope.cancel()
+
+
+def lose_what_is_restored(patch: pytest.MonkeyPatch) -> None:
+    """Have the decoder forget each restored prompt at once: it says so by what it evaluates."""
+    real = LlamaServer.restore
+
+    async def restore_and_lose(server: LlamaServer, name: str) -> Restored:
+        restored = await real(server, name)
+        await server.erase()
+        return restored
+
+    patch.setattr(LlamaServer, "restore", restore_and_lose)

@@ -20,7 +20,7 @@ import trio
 import trio.testing
 
 from onebitd.adapters.audit_files import AuditFiles
-from onebitd.adapters.llama_server import LlamaServer, Restored
+from onebitd.adapters.llama_server import LlamaServer
 from onebitd.core import audit as audit_core
 from onebitd.core import state_compare, state_file
 from onebitd.core.config import Policy
@@ -32,7 +32,7 @@ from onebitd.services.audit import Audits
 from onebitd.services.supervisor import BackendFacts
 from tests.core.state_files import Kv, Recr, build
 from tests.harness import STANDINS
-from tests.services.rig import Home, home
+from tests.services.rig import Home, home, lose_what_is_restored
 from tests.services.test_handoff import Rig, rigged
 from tests.standins import spoiling_provider, tiny_decoder, tiny_state
 
@@ -406,14 +406,7 @@ async def test_audit_handoff_that_was_not_used_is_no_evidence(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its file is removed at its end."""
-    real = LlamaServer.restore
-
-    async def restore_and_lose(server: LlamaServer, name: str) -> Restored:
-        restored = await real(server, name)
-        await server.erase()
-        return restored
-
-    monkeypatch.setattr(LlamaServer, "restore", restore_and_lose)
+    lose_what_is_restored(monkeypatch)
     async with auditing(place) as it:
         assert (await it.rig.ask(PROMPT)).end == ("wasted", None)
         assert it.rig.nothing_is_left()

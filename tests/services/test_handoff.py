@@ -21,7 +21,6 @@ import trio.testing
 
 from onebitd.adapters import llama_server, provider_process
 from onebitd.adapters.device_lock import DeviceLock
-from onebitd.adapters.llama_server import LlamaServer, Restored
 from onebitd.adapters.process import Child
 from onebitd.core import request, state_check, state_file
 from onebitd.core.config import Policy
@@ -36,7 +35,7 @@ from onebitd.services.history import History
 from onebitd.services.supervisor import Supervisor
 from tests.core.state_files import Kv, Recr, build
 from tests.harness import STANDINS, is_alive
-from tests.services.rig import Home, home, running
+from tests.services.rig import Home, home, lose_what_is_restored, running
 
 COMPLETIONS, CHAT = request.COMPLETIONS_PATH, request.CHAT_PATH
 PROMPT = "the quick brown fox"
@@ -593,14 +592,7 @@ async def test_exchange_handoff_the_decoder_made_no_use_of_is_wasted(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the decoder's own counts make a handoff used."""
-    real = LlamaServer.restore
-
-    async def restore_and_lose(server: LlamaServer, name: str) -> Restored:
-        restored = await real(server, name)
-        await server.erase()
-        return restored
-
-    monkeypatch.setattr(LlamaServer, "restore", restore_and_lose)
+    lose_what_is_restored(monkeypatch)
     async with rigged(place) as rig:
         asked = await rig.ask()
         assert (asked.status, asked.end) == (200, ("wasted", None))

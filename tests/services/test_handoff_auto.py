@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import trio
 
-from onebitd.adapters.llama_server import LlamaServer, Restored
 from onebitd.core.config import Policy
 from onebitd.core.costs import Costs
 from onebitd.core.handoff import Route
 from tests.harness import is_alive
-from tests.services.rig import Home, home
+from tests.services.rig import Home, home, lose_what_is_restored
 from tests.services.test_handoff import CHAT, Asked, Rig, rigged
 from tests.services.test_share_route import sharing
 
@@ -237,19 +236,13 @@ async def test_route_off_after_three_wasted_handoffs_and_on_again(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its reason, until a reset, a reload, or another decoder; `always` does not help."""
-    real = LlamaServer.restore
-
-    async def restore_and_lose(server: LlamaServer, name: str) -> Restored:
-        restored = await real(server, name)
-        await server.erase()
-        return restored
 
     def turned_off(rig: Rig) -> str | None:
         return rig.handoffs.route_off
 
     async with rigged(place) as rig:
         with monkeypatch.context() as patch:
-            patch.setattr(LlamaServer, "restore", restore_and_lose)
+            lose_what_is_restored(patch)
             assert words(await ask_each(rig, "abcd")) == ["wasted"] * 3 + ["not_reused"]
             off = turned_off(rig)
             assert off is not None

@@ -21,6 +21,9 @@ TIMINGS = {"prompt_ms": 90.0, "predicted_n": 5, "predicted_ms": 50.0}
 FAILURE = HandoffError(Reason.PROVIDER_EXIT, "status 1")
 
 
+_TIMELESS = {"note_state", "note_lock", "note_adopt", "note_reuse"}
+
+
 class Notes:
     """Takes whatever is learned, as a call's name and its figures but the time."""
 
@@ -30,9 +33,9 @@ class Notes:
     def __getattr__(self, name: str) -> Any:
         def note(*figures: Any, **more: Any) -> None:
             now = more.pop("now", None)
-            if now is None and name != "note_state":
+            if now is None and name not in _TIMELESS:
                 figures, now = figures[:-1], figures[-1]
-            assert name == "note_state" or now > 1e9
+            assert name in _TIMELESS or now > 1e9
             self.calls[name.removeprefix("note_")] = (*figures, *more.values())
 
         return note
@@ -62,7 +65,7 @@ class Pupil:
             costs=self.notes,
             memory=self.memory,
             touch=self._touch,
-            note_lock=lambda ms: self.notes.note_lock(ms, 1.8e9),
+            note_lock=lambda ms: self.notes.note_lock(ms),
         )
         breaker: Any = self.breaker
         self.lessons = Lessons(outlooks, breaker, self.reuse, self.record)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,7 +64,7 @@ async def test_exchange_decoder_that_restarted_while_it_waited_was_believed_to_h
         await rig.admission.wait_empty()
         await trio.testing.wait_all_tasks_blocked(0.01)
         assert rig.last()["cached_tokens"] == 0
-        assert rig.handoffs.keeper.costs.reuse_share(time.time()) == 1.0
+        assert rig.handoffs.keeper.costs.reuse_share() == 1.0
 
 
 def with_provider(config: Config, **changed: Any) -> Config:
@@ -130,7 +129,7 @@ async def test_exchange_figures_of_a_decoder_that_cannot_be_spoil_nothing(
             odd.pop()
         kept = json.dumps(rig.handoffs.keeper.costs.to_json(), allow_nan=False)
         costs = Costs.from_json(json.loads(kept))
-        assert (costs.decoder_samples(), costs.reply_tokens(time.time())) == (0, None)
+        assert (costs.decoder_samples(), costs.reply_tokens()) == (0, None)
 
 
 async def test_audit_that_found_drift_leaves_nothing_that_the_slot_is_believed_to_hold(
@@ -195,7 +194,7 @@ async def test_exchange_decoder_that_says_it_took_longer_than_the_reply_is_not_b
         monkeypatch.setattr(sse, "_timings_of", lambda document: {**(real(document) or {}), **hour})
         await rig.ask(PROMPT, policy=Policy.NEVER)
         costs = rig.handoffs.keeper.costs
-        assert (costs.decoder_samples(), costs.reply_tokens(time.time())) == (0, None)
+        assert (costs.decoder_samples(), costs.reply_tokens()) == (0, None)
         monkeypatch.undo()
         await rig.ask("another prompt of some length", policy=Policy.NEVER)
         assert costs.decoder_samples() == 1

@@ -102,7 +102,7 @@ async def test_of_shared_route_hands_over_by_adoption() -> None:
     """No file is restored; and what is known of one route is not known of the other."""
     desk = Desk()
     desk.costs.note_restore(LAYOUT.bytes_for(999), 30.0, AT)
-    desk.costs.note_adopt(7.0, AT)
+    desk.costs.note_adopt(7.0)
     desk.costs.note_decoder(999, 1, 5.0, overlapped=False, now=AT)
     found = desk.of(desk.line.enter("r"), prompt_of("a"), Route.SHARED)
     assert found.handover_ms == pytest.approx(12, rel=0.1)
@@ -156,7 +156,7 @@ async def test_of_device_lock_that_is_taken_anew_costs_its_wait(
     ours = desk.line.enter("ours")
     before = desk.of(ours, prompt_of("a")).provider_ms
     for _ in range(5):
-        desk.costs.note_lock(100.0, AT)
+        desk.costs.note_lock(100.0)
     after = desk.of(ours, prompt_of("a")).provider_ms
     assert before is not None
     assert after == pytest.approx(before + (100 if waits else 0))
@@ -200,7 +200,7 @@ async def test_cached_is_believed_as_far_as_it_came_true() -> None:
     desk.outlooks.see(FACTS)
     desk.outlooks.memory.note(Content(prompt_of("a")), restored=False)
     for _ in range(12):
-        desk.costs.note_reuse(1000, 500, AT)
+        desk.costs.note_reuse(1000, 500)
     assert desk.outlooks.cached(FACTS, prompt_of("a"), ours) == pytest.approx(499, abs=2)
 
 

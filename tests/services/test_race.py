@@ -218,8 +218,8 @@ async def test_race_failed_run_raises_its_own_error(
     assert caught.value is one.error
 
 
-async def test_race_line_that_closes_lets_the_run_end(autojump_clock: MockClock) -> None:
-    """Whoever waits for the slot next gets the refusal; the run's file is theirs to remove."""
+async def test_race_line_that_closes_stops_the_run(autojump_clock: MockClock) -> None:
+    """Its request is turned away: a stop must not wait for what nobody gets."""
     one = Race(1.0)
     one.line.enter("first")
     ticket = one.line.enter("ours")
@@ -230,17 +230,17 @@ async def test_race_line_that_closes_lets_the_run_end(autojump_clock: MockClock)
             one.line.close()
 
         nursery.start_soon(close)
-        result = await race(
-            lambda: one.prefill(ticket),
-            HandOff(Route.FILE, limit_ms=1.0),
-            ticket,
-            lambda: NOW,
-            lambda: one.running,
-            one.discarded.append,
-        )
-    assert result == MADE
-    with pytest.raises(RequestError):
-        await ticket.wait_slot()
+        with pytest.raises(RequestError):
+            await race(
+                lambda: one.prefill(ticket),
+                HandOff(Route.FILE, limit_ms=1.0),
+                ticket,
+                lambda: NOW,
+                lambda: one.running,
+                one.discarded.append,
+            )
+    assert one.cancelled_after_s == pytest.approx(0.5)
+    assert one.discarded == []
 
 
 async def test_race_cancel_stops_the_run(autojump_clock: MockClock) -> None:
