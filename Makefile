@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help test test-rest test-side demo bench bench-gate deb clean $(VENV)
@@ -23,7 +24,8 @@ $(VENV)/.installed: pyproject.toml
 $(VENV): $(VENV)/.installed ## install onebitd, test and lint tools
 
 test: $(VENV)/.installed ## run every test and check (PYTEST_ARGS=... to choose)
-	@$(BIN)/python -m tests.tools.fetch_llama all
+	@$(BIN)/python -m tests.tools.fetch_clients & clients=$$!; \
+		$(BIN)/python -m tests.tools.fetch_llama all; status=$$?; wait $$clients && exit $$status
 ifeq ($(PYTEST_ARGS),)
 	@$(MAKE) --no-print-directory -j2 test-rest test-side
 else
@@ -54,9 +56,9 @@ demo: $(VENV)/.installed ## serve a small model with a handoff (ONCE=1: one requ
 	@$(BIN)/python -m tests.tools.fetch_llama demo
 	@ONCE='$(ONCE)' $(BIN)/python tests/tools/demo.py
 
-bench: $(VENV)/.installed ## measure the handoff against the plain decoder
+bench: $(VENV)/.installed ## measure the HTTP side beside nginx, and the handoff against the plain decoder
 	@$(BIN)/python -m tests.tools.fetch_llama demo
-	@$(BIN)/python -m tests.bench
+	@$(BIN)/python -m tests.bench $(BENCH_ARGS)
 
 bench-gate: $(VENV)/.installed ## replay traces: is policy auto as fast as the better way? (20 min)
 	@$(BIN)/python -m tests.tools.fetch_llama demo

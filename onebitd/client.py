@@ -108,15 +108,28 @@ class ControlClient:
         """Clear what is held against the provider; return `control_api.ProviderReset`'s fields."""
         return self._object("/v1/provider/reset", "POST")
 
+    def requests(self) -> list[dict[str, Any]]:
+        """Return the requests that are being served, `control_api.RequestInFlight`'s fields."""
+        return self._list("/v1/requests", "requests")
+
+    def cancel(self, request_id: str) -> int:
+        """End every request of this id; return how many there were.
+
+        Raises:
+            BadAnswer: none is in flight.
+        """
+        answer = self._object("/v1/requests/cancel", "POST", {"request_id": request_id})
+        number = answer.get("cancelled")
+        if not isinstance(number, int):
+            raise self._bad("it does not say how many were cancelled")
+        return number
+
     def handoffs(
         self, limit: int, *, outcome: str | None = None, since: str | None = None
     ) -> list[dict[str, Any]]:
         """Return the last records, newest last."""
-        answer = self._object(_handoffs_target(limit=limit, outcome=outcome, since=since))
-        found = answer.get("handoffs")
-        if not isinstance(found, list):
-            raise self._bad("there is no list of handoffs in it")
-        return found
+        target = _handoffs_target(limit=limit, outcome=outcome, since=since)
+        return self._list(target, "handoffs")
 
     def follow(self, limit: int, *, outcome: str | None = None) -> Generator[dict[str, Any]]:
         """Yield the last `limit` records and then each new one; ends when the daemon does.
@@ -129,18 +142,28 @@ class ControlClient:
             while line := self._line(answer):
                 yield self._parse(line)
 
-    def _object(self, target: str, method: str = "GET") -> dict[str, Any]:
-        with self._ask(target, method) as answer, self._translated():
+    def _list(self, target: str, name: str) -> list[dict[str, Any]]:
+        found = self._object(target).get(name)
+        if not isinstance(found, list):
+            raise self._bad(f"there is no list of {name} in it")
+        return found
+
+    def _object(
+        self, target: str, method: str = "GET", document: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        with self._ask(target, method, document) as answer, self._translated():
             body = answer.read()
         return self._parse(body)
 
     @contextlib.contextmanager
-    def _ask(self, target: str, method: str = "GET") -> Iterator[_Answer]:
+    def _ask(
+        self, target: str, method: str = "GET", document: Mapping[str, Any] | None = None
+    ) -> Iterator[_Answer]:
         with self._translated():
             connection = _connect(self._path, self._timeout_s)
         with contextlib.closing(connection):
             with self._translated():
-                answer = _Answer(connection, target, method)
+                answer = _Answer(connection, target, method, document)
             if answer.status != 200:
                 raise self._refused(answer)
             yield answer
@@ -182,7 +205,7 @@ class ControlClient:
             raise self._bad("it is not a JSON object")
         return found
 
-    def _refused(self, answer: _Answer) -> BadAnswer:
+    def _refused(self, answer: _Answer) -> ClientError:
         with self._translated():
             body = answer.read()
         error: Mapping[str, Any] = {}
@@ -193,25 +216,35 @@ class ControlClient:
         problems: object = error.get("problems")
         if isinstance(problems, list):
             return Refused(text, list(map(str, problems)))
-        return BadAnswer(text)
+        return AccessDenied(text) if answer.status == 403 else BadAnswer(text)
 
     def _bad(self, why: str) -> BadAnswer:
         return BadAnswer(f"no answer of an onebitd from {self._path}: {why}")
 
 
 class _Answer:
-    """The answer to one request without a body: its status, and its own body as it comes.
+    """The answer to one request: its status, and its body as it comes.
 
     Written by hand because http.client alone takes as long to import as all the rest of
     `onebitctl` (it brings ssl and email), and a command line must feel instant.
     """
 
-    def __init__(self, connection: socket.socket, target: str, method: str) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        target: str,
+        method: str,
+        document: Mapping[str, Any] | None = None,
+    ) -> None:
         self._connection = connection
         self._held = bytearray()
-        first = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        request = first + ("\r\n" if method == "GET" else "Content-Length: 0\r\n\r\n")
-        connection.sendall(request.encode("ascii"))
+        body = b"" if document is None else json.dumps(document).encode("ascii")
+        request = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        if body:
+            request += "Content-Type: application/json\r\n"
+        if method != "GET":
+            request += f"Content-Length: {len(body)}\r\n"
+        connection.sendall(f"{request}\r\n".encode("ascii") + body)
         while (end := self._held.find(b"\r\n\r\n")) < 0:
             if len(self._held) > _HEAD_BYTES:
                 raise FramingError("its head has no end")

@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import pwd
+import re
 import shutil
 import stat
 import tomllib
@@ -24,6 +25,7 @@ MAX_FILE_BYTES: Final = 1 << 20
 SYSTEM_DIRECTORY: Final = Path("/etc/onebitd")
 
 _GGUF_MAGIC: Final = b"GGUF"
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _ONLY_HANDOFFS_NEED: Final = ("provider.", "lock.")
 """Keys whose faults are worth a warning, but keep nobody from serving."""
 
@@ -87,18 +89,46 @@ def load(path: Path) -> dict[str, Any]:
 def read_api_keys(path: Path) -> tuple[str, ...]:
     """Read API keys, one a line; blank lines and lines that start with `#` are skipped.
 
+    Blanks around a key, the line ends of Windows and the mark that its editors put first are no
+    part of one.
+
     Raises:
-        ConfigError: the file cannot be read or holds no key. The message holds no key.
+        ConfigError: the file cannot be read, holds no key, or one that no client could send. The
+            message holds no key.
     """
     data = _read(path, "write one key a line into it, or correct http.api_key_file")
     try:
-        lines = [line.strip() for line in data.decode().splitlines()]
+        lines = [line.strip() for line in data.decode("utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: not UTF-8; write one key a line into it"]) from error
+    for number, line in enumerate(lines, 1):
+        if not line.startswith("#") and _CONTROL.search(line):
+            raise ConfigError(
+                [f"{path}: line {number} holds a control character, which no client can send"]
+            )
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ConfigError([f"{path}: holds no API key; write one key a line into it"])
     return keys
+
+
+def readable_by_all(path: Path) -> str:
+    """Say that every user of the machine may read or write a key file, and what to do; else "".
+
+    A directory that shuts others out above it is as good as the file's own mode.
+    """
+    try:
+        mode = path.stat().st_mode
+        shut = any(not parent.stat().st_mode & stat.S_IXOTH for parent in path.absolute().parents)
+    except OSError:
+        return ""
+    if shut or not mode & (stat.S_IROTH | stat.S_IWOTH):
+        return ""
+    return (
+        f"http.api_key_file: {path}: every user of this machine may "
+        f"{'read' if mode & stat.S_IROTH else 'write'} it (mode {stat.S_IMODE(mode):04o}); "
+        f"chmod o-rwx {path}"
+    )
 
 
 def credentials(environ: Mapping[str, str]) -> dict[str, str]:

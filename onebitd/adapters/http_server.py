@@ -1,140 +1,37 @@
-"""The HTTP listener: hypercorn's HTTP/1.1, on sockets of ours, with bounded writes.
-
-hypercorn's own `serve` opens sockets by itself, lets a client that stopped reading hold a stop for
-ever, and stops reading while a reply runs (so a client that left after pipelining a request is
-noticed late). `Connection` is its `TCPServer` with those three changed; it uses hypercorn's
-internals, so the version is pinned and `tests/adapters/test_http_server.py` fails when they move.
-"""
+"""The HTTP listener: accepts on sockets of ours, up to a limit, and ends in bounded time."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import errno
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import trio
 from hypercorn.config import Config
-from hypercorn.events import Closed, Event, RawData, Updated
-from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import ASGIFramework, ConnectionState
-from hypercorn.utils import wrap_app
+from hypercorn.typing import ASGIFramework
 
-_log = logging.getLogger("hypercorn.error")
+from onebitd.adapters.http_connection import Connection, Limits
+from onebitd.adapters.http_protocol import MAX_HEAD_BYTES, log
+from onebitd.adapters.http_writing import HeldHeads
+from onebitd.core.errors import RequestError
+from onebitd.core.refusal import refusal
 
-_READ_BYTES: Final = 64 * 1024
-_READ_AHEAD_CHUNKS: Final = 4
-_FULL_S: Final = 2.0
-_LINGER_S: Final = 1.0
+_LINGER_S: Final = 0.4
 """After a stop: replies that are complete may still leave the building."""
-
-
-class Connection(TCPServer):
-    """One client's connection.
-
-    Args:
-        write_timeout_s: a client that does not take one write (64 KiB at most) within this time
-            is cut off.
-        connections: the set it is in while it lives, so that a stop can cut it off.
-    """
-
-    def __init__(
-        self,
-        app: Any,  # noqa: ANN401 - hypercorn's wrapper type is a union it keeps to itself
-        config: Config,
-        context: WorkerContext,
-        stream: trio.SocketStream,
-        *,
-        write_timeout_s: float,
-        connections: set[Connection],
-    ) -> None:
-        super().__init__(app, config, context, ConnectionState({}), stream)  # type: ignore[arg-type]
-        self._write_timeout_s = write_timeout_s
-        self._connections = connections
-        self._ended = False
-
-    async def run(self) -> None:
-        """Serve until the client or we close; one connection's fault is nobody else's."""
-        self._connections.add(self)
-        try:
-            await super().run()
-        except* (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # the client is gone
-        except* Exception:  # noqa: BLE001 - what a client sends must not end the server
-            _log.exception("a connection failed")
-        finally:
-            self._connections.discard(self)
-
-    def abort(self) -> None:
-        """Cut the client off; whatever waits to be written is dropped."""
-        self.stream.socket.close()
-
-    async def protocol_send(self, event: Event) -> None:
-        """Write bounded in time; everything else is hypercorn's."""
-        if not isinstance(event, RawData):
-            if not (self._ended and isinstance(event, Updated)):
-                await super().protocol_send(event)
-            return
-        gone = False
-        async with self.send_lock:
-            # Shielded so that a cancelled reply does not leave half a chunk on a live connection.
-            with trio.CancelScope(
-                shield=True, deadline=trio.current_time() + self._write_timeout_s
-            ) as scope:
-                try:
-                    await self.stream.send_all(event.data)
-                except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    gone = True
-            if scope.cancelled_caught:
-                self.abort()
-                gone = True
-        if gone:
-            await self.protocol.handle(Closed())
-
-    async def _read_data(self) -> None:
-        """Go on reading while the protocol is busy: that is how a leaving client is noticed."""
-        arrived, queue = trio.open_memory_channel[bytes](_READ_AHEAD_CHUNKS)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._hand_on, queue)
-            while data := await self._receive():
-                if not await self._pass_on(arrived, data):
-                    break
-            nursery.cancel_scope.cancel()
-        # Or the idle task would keep a connection that its client has closed for keep_alive_s.
-        self._ended = True
-        await self.idle_task.stop()
-        await self.protocol.handle(Closed())
-
-    async def _pass_on(self, queue: trio.MemorySendChannel[bytes], data: bytes) -> bool:
-        """Queue what was read; False if there was no room for it too long.
-
-        Somebody who pipelines so much behind a running reply may have left already: the end of
-        the stream lies behind bytes that we do not read. Nobody honest does.
-        """
-        with trio.move_on_after(_FULL_S):
-            await queue.send(data)
-            return True
-        return False
-
-    async def _receive(self) -> bytes:
-        try:
-            return bytes(await self.stream.receive_some(_READ_BYTES))
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            return b""
-
-    async def _hand_on(self, queue: trio.MemoryReceiveChannel[bytes]) -> None:
-        # HTTP/1.1 only. hypercorn's HTTP/2 lets a client that opens no window hold a reply, and
-        # with it the slot, for ever; and nobody needs it to talk to one slot.
-        self.protocol.protocol._check_protocol = _stay_with_http1  # type: ignore[union-attr,method-assign]
-        async for data in queue:
-            await self.protocol.handle(RawData(data))
-
-
-async def _stay_with_http1(event: object) -> None:
-    """Replace H11Protocol._check_protocol, which switches to HTTP/2 when a client asks."""
+_SEND_BUFFER_BYTES: Final = 256 * 1024
+"""Of the kernel, for each connection: what a client that does not read costs at most, twice over.
+It would grow to megabytes; no stream of tokens needs them."""
+_NO_ROOM_S: Final = 0.1
+_NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_RETRY_AFTER_S: Final = 5
+_TURNING_AWAY_MAX: Final = 64
+_TURNING_AWAY_S: Final = 1.0
+_READ_BYTES: Final = 64 * 1024
 
 
 class HttpServer:
@@ -143,8 +40,16 @@ class HttpServer:
     Args:
         app: the application.
         listeners: bound and listening; closed when serving ends.
+        admit: looks at a socket that was just accepted; returns the only answer that its client
+            gets, or None to serve it.
+        max_connections: beyond these a client gets a 503. Kept connections that do nothing are
+            closed first, the one that has done nothing for the longest time before the others.
+            May be set at any time.
         keep_alive_s: an idle connection lives this long.
-        write_timeout_s: see Connection.
+        head_timeout_s: a request's head must come whole within this time, or its client gets a
+            408: from its first byte, the first one of a connection from the accept.
+        write_timeout_s: a client that does not take one write (64 KiB at most) within this time
+            is cut off.
     """
 
     def __init__(
@@ -152,28 +57,33 @@ class HttpServer:
         app: ASGIFramework,
         listeners: Sequence[socket.socket],
         *,
+        admit: Callable[[socket.socket], RequestError | None] = lambda sock: None,
+        max_connections: int = 512,
         keep_alive_s: float = 75.0,
+        head_timeout_s: float = 30.0,
         write_timeout_s: float = 60.0,
     ) -> None:
         self._listeners = listeners
+        self._admit = admit
+        self.max_connections = max_connections
         self._context = WorkerContext(None)
         self._connections: set[Connection] = set()
+        self._all_gone = trio.Event()
+        self._turning_away = 0
         self._accepting = trio.CancelScope()
+        self._heads = HeldHeads()
         config = Config()
-        config.keep_alive_timeout = keep_alive_s
-        config.keep_alive_max_requests = 1_000_000
-        config.h11_max_incomplete_size = 64 * 1024
-        config.include_date_header = False  # a relayed reply carries its backend's headers only
-        config.include_server_header = False
+        config.h11_max_incomplete_size = MAX_HEAD_BYTES
         config.accesslog = None
-        config.errorlog = _log  # or it writes to stderr itself
-        self._serve = partial(
+        config.errorlog = log  # or it writes to stderr itself
+        self._connection = partial(
             Connection,
-            wrap_app(app, config.wsgi_max_body_size, "asgi"),
+            app,
             config,
             self._context,
-            write_timeout_s=write_timeout_s,
-            connections=self._connections,
+            limits=Limits(keep_alive_s, head_timeout_s, write_timeout_s),
+            heads=self._heads,
+            on_end=self._forget,
         )
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -182,16 +92,12 @@ class HttpServer:
             connections = await nursery.start(self._hold_connections)
             try:
                 with self._accepting:
-                    await self._accept(connections, task_status)
+                    await self._accept_all(connections, task_status)
                 await trio.sleep_forever()  # stop_accepting: the replies go on
             finally:
-                await self._context.terminated.set()  # idle keep-alive connections close
+                await self._context.terminated.set()  # a connection closes after its reply
                 with trio.CancelScope(shield=True):
-                    with trio.move_on_after(_LINGER_S):
-                        while self._connections:  # noqa: ASYNC110 - hypercorn has no event for it
-                            await trio.sleep(0.01)
-                    for connection in tuple(self._connections):
-                        connection.abort()
+                    await self._end_connections()
                 connections.cancel_scope.cancel()
 
     def stop_accepting(self) -> None:
@@ -201,23 +107,116 @@ class HttpServer:
         """
         self._accepting.cancel()
 
-    @staticmethod
-    async def _hold_connections(*, task_status: trio.TaskStatus[trio.Nursery]) -> None:
+    async def _hold_connections(self, *, task_status: trio.TaskStatus[trio.Nursery]) -> None:
         """Keep the connections' tasks out of the reach of the cancel that stops the server."""
         async with trio.open_nursery() as connections:
             connections.cancel_scope.shield = True
             task_status.started(connections)
-            await trio.sleep_forever()
+            await self._heads.run()
 
-    async def _accept(self, connections: trio.Nursery, task_status: trio.TaskStatus[None]) -> None:
-        listeners = [
-            trio.SocketListener(trio.socket.from_stdlib_socket(listener))
-            for listener in self._listeners
-        ]
-        task_status.started()
-        await trio.serve_listeners(self._handle, listeners, handler_nursery=connections)
+    async def _end_connections(self) -> None:
+        for connection in tuple(self._connections):
+            connection.close_unless_busy()
+        if self._connections:
+            with trio.move_on_after(_LINGER_S):
+                await self._all_gone.wait()
+        for connection in tuple(self._connections):
+            connection.abort()
 
-    async def _handle(self, stream: trio.SocketStream) -> None:
-        with contextlib.suppress(OSError):  # TCP only
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await self._serve(stream).run()
+    def _forget(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        if not self._connections and self._context.terminated.is_set():
+            self._all_gone.set()
+
+    async def _accept_all(
+        self, connections: trio.Nursery, task_status: trio.TaskStatus[None]
+    ) -> None:
+        try:
+            for listener in self._listeners:
+                listener.setblocking(False)
+                _set_options(listener)
+            async with trio.open_nursery() as nursery:
+                for listener in self._listeners:
+                    nursery.start_soon(self._accept, listener, connections)
+                task_status.started()
+        finally:
+            for listener in self._listeners:
+                listener.close()
+
+    async def _accept(self, listener: socket.socket, connections: trio.Nursery) -> None:
+        told = False
+        while True:
+            await trio.lowlevel.wait_readable(listener)
+            try:
+                sock, address = listener.accept()
+            except OSError as error:
+                if error.errno in _NO_ROOM and not self._make_room():
+                    if not told:
+                        log.error("no connection can be accepted: %s", os.strerror(error.errno))
+                    told = True
+                    await trio.sleep(_NO_ROOM_S)
+                continue  # somebody else's process took it, or the client has left again
+            told = False
+            sock.setblocking(False)
+            refused = self._admit(sock) or self._full()
+            if refused is not None:
+                self._turn_away(sock, refused, connections)
+                continue
+            connection = self._connection(sock, _client_address(address))
+            self._connections.add(connection)
+            connections.start_soon(connection.run)
+
+    def _full(self) -> RequestError | None:
+        if len(self._connections) < self.max_connections or self._make_room():
+            return None
+        return RequestError(
+            503,
+            f"all {self.max_connections} connections are in use; try again later, or raise"
+            " http.max_connections",
+            kind="unavailable_error",
+            retry_after_s=_RETRY_AFTER_S,
+        )
+
+    def _make_room(self) -> bool:
+        """Close the kept connection that has done nothing for the longest time, if there is one."""
+        for connection in sorted(self._connections, key=lambda one: one.idle_since):
+            if connection.is_spare:
+                connection.close()
+                return True
+        return False
+
+    def _turn_away(
+        self, sock: socket.socket, error: RequestError, connections: trio.Nursery
+    ) -> None:
+        with contextlib.suppress(OSError):
+            sock.send(refusal(error))
+            sock.shutdown(socket.SHUT_WR)
+        if self._turning_away < _TURNING_AWAY_MAX:
+            self._turning_away += 1
+            connections.start_soon(self._see_off, sock)
+        else:
+            sock.close()
+
+    async def _see_off(self, sock: socket.socket) -> None:
+        """Read what the client sends: closed with bytes unread, its reply might not reach it."""
+        try:
+            with trio.move_on_after(_TURNING_AWAY_S), contextlib.suppress(OSError):
+                while True:
+                    await trio.lowlevel.wait_readable(sock)
+                    if not sock.recv(_READ_BYTES):
+                        return
+        finally:
+            self._turning_away -= 1
+            sock.close()
+
+
+def _set_options(listener: socket.socket) -> None:
+    """Set what the connections inherit."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    with contextlib.suppress(OSError):  # TCP only
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _client_address(address: Any) -> tuple[str, int] | None:  # noqa: ANN401 - the family decides
+    """Return what hypercorn passes on as the client's address."""
+    return (address[0], address[1]) if isinstance(address, tuple) else None

@@ -1,7 +1,9 @@
 """llama-server over its private Unix socket: the few calls the daemon makes, and the relay's door.
 
 A fresh connection for each request: connecting costs microseconds, and a whole class of
-keep-alive races is gone. h11 writes and reads heads; bodies are unframed by core.http1.
+keep-alive races is gone. The socket is a plain one that does not block, waited for before it is
+read: a stream of trio's would try first, and a token has never come yet. core.http1 writes and
+reads what goes over it.
 Source of the calls and their answers: llama.cpp tools/server/README.md, and the contract suite in
 `tests/contract`, which holds them against the real program.
 """
@@ -10,12 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import h11
 import trio
+from trio.lowlevel import notify_closing, wait_readable, wait_writable
 
+from onebitd.adapters.calls import Call, Calls
 from onebitd.core.errors import (
     BackendError,
     BackendGone,
@@ -23,23 +27,37 @@ from onebitd.core.errors import (
     BackendTimeout,
     RequestError,
 )
-from onebitd.core.http1 import BodyReader, FramingError, body_reader
+from onebitd.core.http1 import (
+    BodyReader,
+    FramingError,
+    HeadError,
+    Headers,
+    HeadReader,
+    ReplyHead,
+    body_reader,
+    request_head,
+)
 
 _READ_BYTES: Final = 64 * 1024
-_MAX_HEAD_BYTES: Final = 64 * 1024
+_NONBLOCKING_STREAM: Final = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
 _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 """Largest JSON answer taken in one piece: the ids of a million-token prompt are a tenth of it."""
 QUICK_TIMEOUT_S: Final = 60.0
 """Template and tokenize: milliseconds, but they share the decoder's cores with its decoding."""
-SLOT_TIMEOUT_S: Final = 120.0
-"""Restore, save, erase: a restore that waits for a cancelled prefill's batch to end included."""
+_TEXT_BYTES_PER_S: Final = 16 * 1024
+"""What is sent to be templated or tokenized may take longer in proportion: megabytes a second on an
+idle machine, a hundredth of that here."""
+SLOT_TIMEOUT_S: Final = 900.0
+"""Restore, save, erase: tens of gigabytes from a slow disk, and before that the end of the batch
+of a cancelled prefill. A decoder that hangs is the supervisor's affair, which looks at it."""
 HEALTH_TIMEOUT_S: Final = 5.0
 
 _PLAIN_LETTER: Final = 'root ::= "a"'
 """It says one token even when asked for none, and some builds answer 500 where that is only a part
 of a UTF-8 character (measured on build 10068)."""
 
-Headers = Sequence[tuple[bytes, bytes]]
+_FULL_S: Final = 0.01
+"""How soon to knock again at a listening queue that is full: nothing tells when it no longer is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,47 +72,67 @@ class Restored:
 class Reply:
     """A reply whose head has come: `status`, `headers` (names in lower case), and its body.
 
+    `ended` is True once all of the body has been returned, as far as is known without a read.
     The holder must call `close()`: that is how llama-server learns that nobody waits any more.
     """
 
     def __init__(
         self,
-        stream: trio.SocketStream,
+        connection: socket.socket,
         status: int,
         headers: Headers,
         body: BodyReader,
         rest: bytes,
+        call: Call | None = None,
     ) -> None:
         self.status = status
         self.headers = headers
-        self._stream = stream
+        self._connection = connection
+        self._fd = connection.fileno()
         self._body = body
         self._rest = rest
+        self.ended = False
+        self._call = Calls().begin() if call is None else call
+        self._call.waits = False
 
     async def read(self) -> bytes:
         """Return the next bytes of the body as they come, b"" at its end.
 
+        What one read of the socket holds is returned in one piece, as soon as it is there.
+
         Raises:
             BackendGone: the connection broke before the body was complete.
         """
+        data, self._rest = self._rest, b""
         try:
             while True:
-                data, self._rest = self._rest, b""
                 if data:
                     found = self._body.feed(data)
+                    self.ended = self._body.done
                     if found:
+                        # A stream's comments come from a timer, however dead the decoder is.
+                        self._call.heard += found[:1] != b":"
                         return found
                 if self._body.done:
                     return b""
-                data = await self._stream.receive_some(_READ_BYTES)
+                if self._fd < 0:
+                    # Whoever closed it may have cancelled us: that is then what happened.
+                    await trio.lowlevel.checkpoint_if_cancelled()
+                    raise BackendGone("the reply is closed")
+                self._call.waits = True
+                await wait_readable(self._fd)
+                self._call.waits = False
+                try:
+                    data = self._connection.recv(_READ_BYTES)
+                except BlockingIOError:
+                    continue  # woken for nothing: the kernel may do that
                 if not data:
                     self._body.feed_eof()
                     return b""
-                self._rest = data
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise BackendGone("the decoder's connection broke in the middle of a reply") from error
         except FramingError as error:
             raise BackendGone(f"the decoder's reply broke off: {error}") from error
+        except (OSError, trio.ClosedResourceError) as error:
+            raise BackendGone("the decoder's connection broke in the middle of a reply") from error
 
     async def read_all(self) -> bytes:
         """Return the whole body.
@@ -112,7 +150,9 @@ class Reply:
 
     def close(self) -> None:
         """Close the connection; may be called twice."""
-        self._stream.socket.close()
+        _close(self._connection)
+        self._fd = -1
+        self._call.end()
 
 
 class LlamaServer:
@@ -120,13 +160,15 @@ class LlamaServer:
 
     Args:
         socket_path: its Unix socket.
+        calls: where its calls are entered while they are under way.
 
     Every call raises BackendGone when the connection is refused or breaks, BackendTimeout when no
     answer comes in time, and BackendRefused with the decoder's words for an error status.
     """
 
-    def __init__(self, socket_path: str) -> None:
+    def __init__(self, socket_path: str, calls: Calls | None = None) -> None:
         self._socket_path = socket_path
+        self._calls = Calls() if calls is None else calls
 
     async def open(self, method: bytes, target: bytes, headers: Headers, body: bytes) -> Reply:
         """Send a request and return its reply once the head has come; no time limit.
@@ -136,41 +178,53 @@ class LlamaServer:
 
         A cancel, or an error, leaves nothing open.
         """
-        stream = await self._connect()
+        call = self._calls.begin()
         try:
-            connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
-            head = connection.send(
-                h11.Request(method=method, target=target, headers=_framed(headers, method, body))
-            )
-            sent = (head or b"") + body
-            return await _exchange(stream, connection, sent, method)
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            stream.socket.close()
-            raise BackendGone("the decoder closed the connection") from error
-        except h11.LocalProtocolError as error:
-            stream.socket.close()
-            raise RequestError(400, f"the request cannot be passed on: {error}") from error
-        except h11.RemoteProtocolError as error:
-            stream.socket.close()
-            raise BackendGone(f"the decoder's reply is not HTTP: {error}") from error
+            return await self._open(method, target, headers, body, call)
         except BaseException:
-            stream.socket.close()
+            call.end()
             raise
 
-    async def _connect(self) -> trio.SocketStream:
+    async def _open(
+        self, method: bytes, target: bytes, headers: Headers, body: bytes, call: Call
+    ) -> Reply:
         try:
-            connection = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
-        except OSError as error:
-            raise BackendError(f"no connection to the decoder: {error.strerror}") from error
+            head = request_head(method, target, _framed(headers, method, body))
+        except HeadError as error:
+            raise RequestError(400, f"the request cannot be passed on: {error}") from error
+        await trio.lowlevel.checkpoint_if_cancelled()
+        connection = await self._connect()
         try:
-            await connection.connect(self._socket_path)
+            await _send(connection, head + body)
+            reply, rest = await _read_head(connection)
+            reader = body_reader(method, reply.status, reply.headers)
+            return Reply(connection, reply.status, reply.headers, reader, rest, call)
+        except (HeadError, FramingError) as error:
+            _close(connection)
+            raise BackendGone(f"the decoder's reply is not HTTP: {error}") from error
         except OSError as error:
-            connection.close()
-            raise BackendGone(f"the decoder cannot be reached: {error.strerror}") from error
+            _close(connection)
+            raise BackendGone("the decoder closed the connection") from error
         except BaseException:
-            connection.close()
+            _close(connection)
             raise
-        return trio.SocketStream(connection)
+
+    async def _connect(self) -> socket.socket:
+        while True:
+            try:
+                connection = socket.socket(socket.AF_UNIX, _NONBLOCKING_STREAM)
+            except OSError as error:
+                raise BackendError(f"no connection to the decoder: {error.strerror}") from error
+            try:
+                connection.connect(self._socket_path)
+            except BlockingIOError:
+                connection.close()
+                await trio.sleep(_FULL_S)
+            except OSError as error:
+                connection.close()
+                raise BackendGone(f"the decoder cannot be reached: {error.strerror}") from error
+            else:
+                return connection
 
     async def is_ready(self) -> bool:
         """Ask `/health`: True when the model is loaded, False while it loads."""
@@ -188,7 +242,7 @@ class LlamaServer:
 
     async def apply_template(self, body: bytes) -> str:
         """Return the templated prompt of a chat body, sent as the client sent it."""
-        answer = await self._call("POST", "/apply-template", body, QUICK_TIMEOUT_S)
+        answer = await self._call("POST", "/apply-template", body, _text_timeout_s(body))
         prompt = answer.get("prompt")
         if not isinstance(prompt, str):
             raise BackendError("the decoder's /apply-template answered without a prompt")
@@ -196,10 +250,12 @@ class LlamaServer:
 
     async def tokenize(self, content: str | Sequence[int | str]) -> list[int]:
         """Return the ids of a prompt, as the server itself tokenizes prompts (BOS once)."""
-        body = json.dumps({"content": content, "add_special": True, "parse_special": True})
-        answer = await self._call("POST", "/tokenize", body.encode(), QUICK_TIMEOUT_S)
+        asked = {"content": content, "add_special": True, "parse_special": True}
+        body = json.dumps(asked).encode()
+        answer = await self._call("POST", "/tokenize", body, _text_timeout_s(body))
         tokens = answer.get("tokens")
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        # No loop in Python over what may be a million ids; a bool is no id.
+        if not isinstance(tokens, list) or set(map(type, tokens)) - {int}:
             raise BackendError("the decoder's /tokenize answered without a list of ids")
         return tokens
 
@@ -288,34 +344,52 @@ class LlamaServer:
         raise BackendTimeout(f"the decoder did not answer {target} within {timeout_s:g} s")
 
 
-async def _exchange(
-    stream: trio.SocketStream, connection: h11.Connection, sent: bytes, method: bytes
-) -> Reply:
-    await stream.send_all(sent)
-    while True:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
-            data = await stream.receive_some(_READ_BYTES)
-            if not data:
-                raise BackendGone("the decoder closed the connection without a reply")
-            connection.receive_data(data)
-        elif isinstance(event, h11.Response):
-            headers = [(bytes(name), bytes(value)) for name, value in event.headers]
-            rest, _ = connection.trailing_data
+async def _send(connection: socket.socket, data: bytes) -> None:
+    """Send all of it, unless the decoder hangs up: it may have said why, so that is no error."""
+    left = memoryview(data)
+    try:
+        while left:
             try:
-                reader = body_reader(method, event.status_code, headers)
-            except FramingError as error:
-                raise BackendGone(f"the decoder's reply is not HTTP: {error}") from error
-            return Reply(stream, event.status_code, headers, reader, rest)
+                left = left[connection.send(left) :]
+            except BlockingIOError:
+                await wait_writable(connection)
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+
+
+async def _read_head(connection: socket.socket) -> tuple[ReplyHead, bytes]:
+    """Return the reply's head and what came behind it."""
+    reader = HeadReader()
+    while True:
+        await wait_readable(connection)
+        try:
+            data = connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            continue
+        if not data:
+            raise BackendGone("the decoder closed the connection without a reply")
+        head = reader.feed(data)
+        if head is not None:
+            return head, reader.rest
+
+
+def _close(connection: socket.socket) -> None:
+    if connection.fileno() >= 0:
+        notify_closing(connection)
+        connection.close()
 
 
 def _framed(headers: Headers, method: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
     framed = [*headers, (b"connection", b"close")]
     if not any(name == b"host" for name, _ in headers):
-        framed.append((b"host", b"localhost"))  # an HTTP/1.0 client need not send one
+        framed.insert(0, (b"host", b"localhost"))  # an HTTP/1.0 client need not send one
     if body or method not in (b"GET", b"HEAD", b"OPTIONS", b"DELETE"):
         framed.append((b"content-length", str(len(body)).encode()))
     return framed
+
+
+def _text_timeout_s(body: bytes) -> float:
+    return QUICK_TIMEOUT_S + len(body) / _TEXT_BYTES_PER_S
 
 
 def _parsed(target: str, status: int, raw: bytes) -> dict[str, Any]:

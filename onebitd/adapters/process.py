@@ -21,6 +21,7 @@ from typing import Final
 
 import trio
 
+from onebitd.adapters import descriptors
 from onebitd.core.errors import OnebitError
 
 _GUARD_PROGRAM: Final = Path(__file__).with_name("group_guard.py")
@@ -280,6 +281,7 @@ def spawn(
     except OSError as error:
         reason = os.strerror(error.errno or errno.EIO)
         raise SpawnError(f"program {argv[0]} cannot be started: {reason}") from error
+    descriptors.give_back(popen.pid)
     return Child(popen, guard)
 
 

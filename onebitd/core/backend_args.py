@@ -135,6 +135,12 @@ _REFUSED: Final = (
         "put the prefix into a proxy in front of onebitd",
     ),
     _row(
+        r"(?!)",
+        r"AIP_(MODE|HTTP_PORT|HEALTH_ROUTE|PREDICT_ROUTE)",
+        "with it the decoder has an endpoint that reaches slot actions past onebitd",
+        _LEAVE_OUT,
+    ),
+    _row(
         r"-m|--model",
         r"LLAMA_ARG_MODEL",
         "onebitd sets it",

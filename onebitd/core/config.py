@@ -45,6 +45,7 @@ class HttpConfig:
     allowed_origins: tuple[str, ...]
     max_body_mib: int
     max_pending: int
+    max_connections: int
     keepalive_s: float
     drain_timeout_s: float
 
@@ -59,6 +60,7 @@ class BackendConfig:
     env: Mapping[str, str]
     load_timeout_s: float
     restart_max: int
+    hang_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -232,6 +234,16 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         reload=True,
     ),
     Setting(
+        "http.max_connections",
+        int,
+        512,
+        "connections of clients to the public listener",
+        unit="connections",
+        minimum=1,
+        maximum=100_000,
+        reload=True,
+    ),
+    Setting(
         "http.keepalive_s",
         float,
         10.0,
@@ -285,6 +297,16 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         unit="restarts",
         minimum=0,
         maximum=1000,
+        reload=True,
+    ),
+    Setting(
+        "backend.hang_s",
+        float,
+        120.0,
+        "a decoder that neither answers nor works for this long is restarted; 0: never",
+        unit="seconds",
+        minimum=0,
+        maximum=86_400,
         reload=True,
     ),
     Setting(

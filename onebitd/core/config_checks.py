@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from onebitd.core.config import Setting
+from onebitd.core.origins import configured_host, configured_origin
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -67,6 +68,17 @@ def check_together(
             f"http.api_key_file: required because http.host {found['http.host']} is not a loopback "
             "address; name a file with one key a line, or set http.allow_unauthenticated = true"
         )
+    problems += [
+        f"http.allowed_hosts: {entry!r} is no host; write a name, as in chat.lan or chat.lan:8000"
+        for entry in found["http.allowed_hosts"]
+        if configured_host(entry) is None
+    ]
+    problems += [
+        f"http.allowed_origins: {entry!r} is no origin; write scheme, name and port (if it has "
+        "one) of each page's address, as in https://chat.lan"
+        for entry in found["http.allowed_origins"]
+        if configured_origin(entry) is None
+    ]
     program = found["backend.llama_server"]
     if "/" in program and not PurePath(program).is_absolute():
         problems.append(

@@ -1,4 +1,4 @@
-"""What the control socket says: `/v1/status`, `/v1/reload`, `/v1/provider/reset`; for both ends.
+"""What the control socket says, but for handoffs, settings and costs; for both ends.
 
 The daemon fills the dataclasses and sends `to_json`; `onebitctl` reads plain mappings, so that it
 also understands a daemon of another version. Fields that do not apply are null.
@@ -185,6 +185,34 @@ class Status:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts and lists, in the order of the declaration."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestInFlight:
+    """One of `/v1/requests`: a request that is being served.
+
+    Attributes:
+        request_id: the client's own, if it sent one; others may have the same.
+        path: percent-decoded.
+        phase: where it is, a word of `onebitd(8)`.
+        stream: whether it asked for a stream; this and the next two are None off the handoff
+            route, and as long as they are not known.
+        prompt_tokens: of its prompt.
+        reply_tokens: events of the stream so far; None for a reply in one piece.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    phase: str
+    age_s: float
+    stream: bool | None = None
+    prompt_tokens: int | None = None
+    reply_tokens: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dict, in the order of the declaration."""
         return dataclasses.asdict(self)
 
 

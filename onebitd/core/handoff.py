@@ -25,7 +25,7 @@ class Outcome(enum.StrEnum):
     FAILED = "failed"
     """The client got an error: a strict handoff failed, or the decoder could not answer."""
     CANCELLED = "cancelled"
-    """The client left before its reply was complete."""
+    """It ended before its reply was complete: its client left, or it was cancelled."""
 
 
 class Route(enum.StrEnum):
@@ -60,6 +60,7 @@ class Reason(enum.StrEnum):
     BREAKER_OPEN = "breaker_open"
     NO_SPACE = "no_space"
     CLIENT_GONE = "client_gone"
+    OPERATOR = "operator"
     BACKEND_DOWN = "backend_down"
     BACKEND_REFUSED = "backend_refused"
     UNSUPPORTED_MODEL = "unsupported_model"

@@ -76,7 +76,7 @@ def environment(
 
 def format_tokens(tokens: Sequence[int]) -> bytes:
     """Return the ids file: one decimal number a line."""
-    return "".join(f"{token}\n" for token in tokens).encode()
+    return b"%d\n" * len(tokens) % tuple(tokens)  # no loop of ours over a million ids
 
 
 def reported_prefill_ms(stdout_tail: bytes) -> float | None:

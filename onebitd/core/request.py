@@ -17,6 +17,8 @@ COMPLETIONS_PATH: Final = "/v1/completions"
 HANDOFF_PATHS: Final = (CHAT_PATH, COMPLETIONS_PATH)
 
 _MAX_LISTED: Final = 1 << 22
+_LAST_ID: Final = 2**31 - 1
+"""Token ids are int32 in llama.cpp."""
 _TEXT_PARTS: Final = frozenset({"text", "refusal", "thinking", "reasoning"})
 
 
@@ -120,11 +122,12 @@ def _completion(body: Mapping[str, Any]) -> Prompt:
         return NotText("the prompt is neither a string nor a list of token ids")
     if len(prompt) > _MAX_LISTED:
         return NotText(f"a prompt of {len(prompt)} items is longer than any context")
-    if all(_is_id(item) for item in prompt):
+    kinds = set(map(type, prompt))  # no loop of ours over what may be a million ids
+    if kinds == {int} and min(prompt) >= 0 and max(prompt) <= _LAST_ID:
         return Ids(tuple(prompt))
     if len(prompt) == 1 and isinstance(prompt[0], str):
         return Text(prompt[0])
-    if all(isinstance(item, str) for item in prompt):
+    if kinds == {str}:
         return NotText(f"{len(prompt)} prompts at once")
     if all(_is_id(item) or isinstance(item, str) for item in prompt):
         return Text(list(prompt))
@@ -132,8 +135,8 @@ def _completion(body: Mapping[str, Any]) -> Prompt:
 
 
 def _is_id(item: object) -> bool:
-    """Token ids are int32 in llama.cpp; a bool is no id."""
-    return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31
+    """A bool is no id."""
+    return isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= _LAST_ID
 
 
 def with_slot(body: bytes, document: Mapping[str, Any]) -> bytes:

@@ -29,11 +29,18 @@ class ReplyWatch(Protocol):
     started: bool
     """True once a byte came that says the decoder has something to say (not a comment)."""
 
+    events: int
+    """How many `data:` lines came; of a JSON reply 1 once it has begun. About its tokens so far."""
+
     def feed(self, data: bytes) -> None:
         """Take the next bytes, split anywhere."""
 
     def timings(self) -> dict[str, Any] | None:
         """Return the decoder's `timings` object, or None when the reply had none (yet)."""
+
+    @property
+    def error_status(self) -> int | None:
+        """The code of the error that a stream ended with, as far as it was kept; else None."""
 
     def text(self) -> str | None:
         """Return what the next turn of a conversation repeats of this reply, or None.
@@ -55,38 +62,49 @@ class EventWatch:
 
     def __init__(self) -> None:
         self.started = False
-        self._held = bytearray()
+        self.events = 0
+        self._held = bytearray()  # the start of a line whose end has not come
         self._overlong = False
         self._last_with_timings: bytes | None = None
         # Kept as they are: reading each as it passes would cost more than all else that is done.
-        self._events: list[bytes] | None = []
+        self._lines: list[bytes] | None = []
         self.text_bytes = 0
 
     def feed(self, data: bytes) -> None:
-        """See ReplyWatch."""
-        self._held += data
-        while (end := self._held.find(b"\n")) >= 0:
-            line = bytes(self._held[:end])
-            del self._held[: end + 1]
-            if self._overlong:
-                self._overlong = False
-            else:
-                self._take_line(line)
+        """See ReplyWatch. What ends with a line, as nearly all that comes does, is never copied."""
+        if self._held or self._overlong or not data.endswith(b"\n"):
+            data = self._whole_lines(data)
+        found = data.startswith(b"data:") + data.count(b"\ndata:")
+        if not found:
+            return
+        self.started = True
+        self.events += found
+        if b'"timings"' in data:
+            for line in data.split(b"\n"):
+                if line.startswith(b"data:") and b'"timings"' in line:
+                    self._last_with_timings = line[5:]
+        if self._lines is not None:
+            self._lines.append(data)
+            self.text_bytes += len(data)
+            if self.text_bytes > _KEEP_EVENTS_BYTES:
+                self._lines = None
+
+    def _whole_lines(self, data: bytes) -> bytes:
+        """Return the lines that are complete now, and keep the rest."""
+        if self._overlong:
+            _, newline, data = data.partition(b"\n")
+            self._overlong = not newline
+        end = data.rfind(b"\n") + 1
+        whole = b""
+        if end:
+            whole = bytes(self._held + data[:end])
+            self._held.clear()
+        self._held += data[end:]
         if len(self._held) > _MAX_EVENT_BYTES:
-            self._events = None
+            self._lines = None
             self._held.clear()
             self._overlong = True
-
-    def _take_line(self, line: bytes) -> None:
-        if line.startswith(b"data:"):
-            self.started = True
-            if b'"timings"' in line:
-                self._last_with_timings = line[5:]
-            if self._events is not None:
-                self._events.append(line)
-                self.text_bytes += len(line)
-                if self.text_bytes > _KEEP_EVENTS_BYTES:
-                    self._events = None
+        return whole
 
     def timings(self) -> dict[str, Any] | None:
         """See ReplyWatch."""
@@ -96,10 +114,12 @@ class EventWatch:
 
     def text(self) -> str | None:
         """See ReplyWatch."""
-        if self._events is None:
+        if self._lines is None:
             return None
         pieces: list[str] = []
-        for line in self._events:
+        for line in b"".join(self._lines).split(b"\n"):
+            if not line.startswith(b"data:"):
+                continue
             event = line[5:]
             piece = "" if event.strip() == b"[DONE]" else _text_of(_parsed(event))
             if piece is None:
@@ -107,12 +127,23 @@ class EventWatch:
             pieces.append(piece)
         return "".join(pieces)
 
+    @property
+    def error_status(self) -> int | None:
+        """See ReplyWatch."""
+        for line in b"".join((self._lines or [])[-2:]).split(b"\n"):
+            if line.startswith(b"data:") and b'"error"' in line:
+                error = (_parsed(line[5:]) or {}).get("error")
+                code = error.get("code") if isinstance(error, dict) else None
+                return code if type(code) is int else None
+        return None
+
 
 class JsonWatch:
     """Watches a JSON reply: kept whole up to a bound, else only its tail."""
 
     def __init__(self) -> None:
         self.started = False
+        self.events = 0
         self._kept = bytearray()
         self._whole = True
 
@@ -121,6 +152,7 @@ class JsonWatch:
         if not data:
             return
         self.started = True
+        self.events = 1
         self._kept += data
         if len(self._kept) > _KEEP_JSON_BYTES:
             self._whole = False
@@ -144,6 +176,11 @@ class JsonWatch:
     def text(self) -> str | None:
         """See ReplyWatch."""
         return _text_of(_parsed(bytes(self._kept))) if self._whole else None
+
+    @property
+    def error_status(self) -> int | None:
+        """See ReplyWatch."""
+        return None
 
     @property
     def text_bytes(self) -> int:

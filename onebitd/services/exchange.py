@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import structlog
 import trio
 
-from onebitd.adapters.llama_server import Headers, Reply
+from onebitd.adapters.llama_server import Reply
 from onebitd.core import policy, request, sse
 from onebitd.core.config import Policy
 from onebitd.core.control_api import rfc3339
@@ -31,6 +31,7 @@ from onebitd.core.errors import (
     RequestError,
 )
 from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route, outcome_of_reply
+from onebitd.core.http1 import Headers
 from onebitd.core.slot_content import Prompt
 from onebitd.core.state_layout import Layout
 from onebitd.core.weighing import Outlook, is_overtaken
@@ -51,6 +52,8 @@ _TIMED: Final = (
     *("restore", "share", "adopt"),
 )
 """Parts named in Server-Timing; `provider` is the run's wall time."""
+_HUNG_UP: Final = 502
+"""Stands for a reply that was none."""
 _TRIES: Final = 2
 """A prompt that kills the decoder is tried on one new decoder, not on every one."""
 
@@ -83,6 +86,7 @@ class Exchange:
         wanted: Policy,
         request_id: str,
         client_gone: Callable[[], bool],
+        by_operator: Callable[[], bool],
     ) -> None:
         config = self._config = handoffs.config
         self._handoffs = handoffs
@@ -95,6 +99,7 @@ class Exchange:
         self._skip: policy.Skip | None = None
         self._handed: int | None = None
         self._client_gone = client_gone
+        self._by_operator = by_operator
         self._forwarded: tuple[bytes, bytes, Headers, bytes] | None = None
         self._generation = -1
         self._tries = 0
@@ -155,6 +160,8 @@ class Exchange:
         except HandoffError as error:
             self._failure = self.lessons.failed(error)
             self._raise_if_strict(self._failure.reason, self._failure.detail)
+        # A restore or an adoption is carried out whatever happens to the request meanwhile.
+        await trio.lowlevel.checkpoint_if_cancelled()
         skip = self._skip
         # A prompt that does not fit, or that the decoder cannot read, gets the decoder's own words.
         its_own = (Reason.TOO_LONG, Reason.BACKEND_REFUSED)
@@ -454,6 +461,8 @@ class Exchange:
             # What was restored into a decoder that is gone is gone with it.
             if self._handed is not None and facts.generation != self._generation:
                 self._lost(Reason.BACKEND_DOWN, "the decoder restarted after the restore")
+            if self._handed is None:
+                facts = await self._handoffs.vitals.make_sure(facts)
             self._generation = facts.generation
             self.lessons.expected_tokens = self._expected(facts)
             self.lessons.forwarded = time.monotonic()
@@ -503,7 +512,11 @@ class Exchange:
                 retry_after_s=_RETRY_AFTER_S,
                 reason=Reason.BACKEND_DOWN,
             ) from error
-        await self._handoffs.supervisor.wait_restarted(self._generation)
+        try:
+            await self._handoffs.supervisor.wait_restarted(self._generation)
+        except RequestError:
+            self._note_status(_HUNG_UP)
+            raise
 
     def _lost(self, reason: Reason, detail: str) -> None:
         """The handoff, if there was one, is of no use any more."""
@@ -539,12 +552,36 @@ class Exchange:
             return  # what a restore did has been said already
         facts = self._handoffs.supervisor.facts
         is_same = facts is not None and facts.generation == self._generation
+        status = None if self._reply is None else self._reply.status
         self.lessons.slot_left(
             self._prompt if is_same else None,
-            None if self._reply is None else self._reply.status,
+            status,
             self.watch,
             restored=self._handed is not None,
         )
+        if status == 200 and self.watch is not None:
+            # A stream's head says nothing about how it went on.
+            status = 200 if self._timings is not None else self.watch.error_status
+        if status is not None:
+            self._note_status(status)
+
+    def _note_status(self, status: int) -> None:
+        """Have the decoder's errors counted."""
+        facts = self._handoffs.supervisor.facts
+        if facts is not None and facts.generation == self._generation:
+            self._handoffs.vitals.note_status(facts, status)
+
+    @property
+    def phase(self) -> str:
+        """Where it is, a word of `onebitd(8)`."""
+        return "queued" if self._ticket is None else self._ticket.phase
+
+    @property
+    def reply_tokens(self) -> int | None:
+        """How many events of the streamed reply have come; None for a reply in one piece."""
+        if self.watch is None or not self.record.stream:
+            return None
+        return self.watch.events
 
     @property
     def _timings(self) -> dict[str, Any] | None:
@@ -553,6 +590,7 @@ class Exchange:
     def note_broken_off(self, error: BackendError) -> None:
         """The decoder broke off in the middle of the reply; the client has seen that."""
         self._broken_off = error
+        self._note_status(_HUNG_UP)
 
     def _pass_evidence_on(self) -> None:
         """Only what was really decoded from is worth an audit."""
@@ -608,8 +646,12 @@ class Exchange:
             detail = self._strict_detail or error.message
             self._end(Outcome.FAILED, error.reason or Reason.INTERNAL, detail)
         elif error is not None and _is_cancel(error):
-            if self._client_gone():
-                self._end(Outcome.CANCELLED, Reason.CLIENT_GONE, self._where_it_was())
+            if self._by_operator():
+                where = f"the operator cancelled it in phase {self.phase}"
+                self._end(Outcome.CANCELLED, Reason.OPERATOR, where)
+            elif self._client_gone():
+                where = f"the client left in phase {self.phase}"
+                self._end(Outcome.CANCELLED, Reason.CLIENT_GONE, where)
             else:
                 self._end(Outcome.CANCELLED, Reason.DRAINING, "onebitd stopped before its end")
         elif error is not None:
@@ -635,10 +677,6 @@ class Exchange:
 
     def _end(self, outcome: Outcome, reason: Reason, detail: str) -> None:
         self.record.outcome, self.record.reason, self.record.detail = outcome, reason, detail
-
-    def _where_it_was(self) -> str:
-        phase = self._ticket.phase if self._ticket is not None else "queued"
-        return f"the client left in phase {phase}"
 
     @contextlib.contextmanager
     def _waiting(self, field: str, ticket: Ticket) -> Iterator[None]:

@@ -35,11 +35,13 @@ from onebitd.services.cost_keeper import CostKeeper
 from onebitd.services.exchange import Exchange
 from onebitd.services.file_route import FileRoute
 from onebitd.services.history import History
+from onebitd.services.in_flight import InFlight
 from onebitd.services.outlooks import Outlooks
 from onebitd.services.provider_breaker import ProviderBreaker
 from onebitd.services.provider_runs import ProviderRuns, ProviderState
 from onebitd.services.share_route import ShareRoute
 from onebitd.services.supervisor import BackendFacts, Supervisor
+from onebitd.services.vitals import Vitals
 
 COSTS_FILE: Final = "costs.json"
 _TRY_TOKENS: Final = (1, 2, 3) * 11
@@ -76,6 +78,7 @@ class Handoffs:
         self.admission = admission
         self.slots = slots
         self.history = history
+        self.in_flight = InFlight()
         state = Path(paths.state_dir(config.instance, environ, os.geteuid()))
         self.bad_states = BadStates(state / "bad-states", slots)
         self.runs = ProviderRuns(
@@ -88,6 +91,9 @@ class Handoffs:
         self.keeper = CostKeeper(state / COSTS_FILE, subject_of(config, supervisor.program))
         self.outlooks = Outlooks(supervisor, admission, self.runs, self.keeper)
         self.audits.on_slot_lost = self.outlooks.memory.forget
+        self.vitals = Vitals(
+            *(supervisor, admission, self.outlooks.memory.forget, config.backend.hang_s)
+        )
         self.reuse = Reuse()
         self.breaker = ProviderBreaker(
             self._try_provider,
@@ -104,6 +110,7 @@ class Handoffs:
         before, self.config = self.config, config
         self.runs.reconfigure(config, lock)
         self.audits.reconfigure(config)
+        self.vitals.reconfigure(config.backend.hang_s)
         self.keeper.set_subject(subject_of(config, self.supervisor.program))
         self.reuse.forgive()
         if before.provider != config.provider:
@@ -163,6 +170,7 @@ class Handoffs:
         wanted: Policy | None,
         request_id: str,
         client_gone: Callable[[], bool],
+        by_operator: Callable[[], bool] = lambda: False,
     ) -> Exchange:
         """Begin one request; use it as an async context manager.
 
@@ -171,10 +179,12 @@ class Handoffs:
             parsed: its body.
             wanted: the policy that its header asks for, None for the configured one.
             request_id: for the record.
-            client_gone: tells a cancel by the client from one by us.
+            client_gone, by_operator: tell a cancel by the client, or by the operator, from one by
+                us.
         """
         policy_of_request = wanted or self.config.handoff.policy
-        return Exchange(self, path, parsed, policy_of_request, request_id, client_gone)
+        asked = (path, parsed, policy_of_request, request_id)
+        return Exchange(self, *asked, client_gone, by_operator)
 
     async def make_safe(self, facts: BackendFacts, why: str) -> None:
         """Empty the slot after a restore that went wrong, before anything is decoded from it.

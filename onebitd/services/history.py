@@ -17,7 +17,10 @@ FOLLOWER_RECORDS: Final = 256
 """Records that wait for one follower before it starts to lose some."""
 
 NOT_THE_PROVIDERS: Final = frozenset(
-    {Reason.BACKEND_DOWN, Reason.BACKEND_REFUSED, Reason.CLIENT_GONE, Reason.DRAINING}
+    {
+        *(Reason.BACKEND_DOWN, Reason.BACKEND_REFUSED),
+        *(Reason.CLIENT_GONE, Reason.OPERATOR, Reason.DRAINING),
+    }
 )
 """Reasons of a failure that say nothing about the way from the provider to the decoder."""
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 import structlog
 import trio
 
+from onebitd.adapters.calls import Calls
 from onebitd.adapters.llama_server import LlamaServer
 from onebitd.adapters.process import (
     Child,
@@ -129,6 +130,9 @@ class Supervisor:
         on_change: called after each change of state.
         clients_wait: requests wait for however long a load or restart takes, as long as their
             clients do; False: only for a restart that is expected to end soon.
+
+    Attributes:
+        calls: those to the decoder that are under way.
     """
 
     def __init__(
@@ -156,6 +160,7 @@ class Supervisor:
         self._last_error_line = b""
         self._kill_reason: str | None = None
         self._kill_counts = True
+        self._killed = trio.Event()
         self._load_started = 0.0
         self._last_load_s: float | None = None
         self.state = BackendState.STOPPED
@@ -163,6 +168,7 @@ class Supervisor:
         self.facts: BackendFacts | None = None
         self.restarts = 0
         self.last_exit: LastExit | None = None
+        self.calls = Calls()
 
     def reconfigure(self, *, load_timeout_s: float, restart_max: int) -> None:
         """Change the two limits; a load that has begun keeps its own."""
@@ -288,17 +294,25 @@ class Supervisor:
             try:
                 async with trio.open_nursery() as alive:
                     alive.start_soon(self._make_ready, child, started)
+                    alive.start_soon(self._leave_if_stuck, alive.cancel_scope)
                     await child.wait()
                     alive.cancel_scope.cancel()
             finally:
                 await self._end(child)
                 # Its last words are in the pipe; a grandchild may hold the pipe open for ever.
                 pumping.deadline = trio.current_time() + _LAST_WORDS_S
-        exit_text = describe_exit(child.returncode or 0)
+        stuck = child.returncode is None
+        exit_text = "it does not die" if stuck else describe_exit(child.returncode or 0)
         if self._kill_reason is not None:
             return f"{self._kill_reason} ({exit_text})"
         said = self._last_error_line.decode("utf-8", "replace").strip()
         return f"{exit_text}: {said}" if said else exit_text
+
+    async def _leave_if_stuck(self, scope: trio.CancelScope) -> None:
+        """Wait no longer for a decoder that was killed and does not die."""
+        await self._killed.wait()
+        await trio.sleep(_STOP_KILL_GRACE_S)
+        scope.cancel()
 
     async def _pump(self, child: Child, scope: trio.CancelScope) -> None:
         with scope:
@@ -310,6 +324,7 @@ class Supervisor:
         self._last_error_line = b""
         self._kill_reason = None
         self._kill_counts = True
+        self._killed = trio.Event()
         self._load_started = time.monotonic()
         self._slots.ensure()
         # llama-server never removes its socket, and does not start where one lies.
@@ -319,7 +334,7 @@ class Supervisor:
         """Bring child and group to an end, whatever the reason."""
         self.facts = None
         self._slots.drop_example()
-        unwanted = child.returncode is not None
+        unwanted = child.returncode is not None or self._killed.is_set()
         if not unwanted:
             self._move(BackendEvent.STOP)
         gone = await child.stop(
@@ -331,7 +346,7 @@ class Supervisor:
         self._move(BackendEvent.EXITED)
 
     async def _make_ready(self, child: Child, started: Callable[[], None]) -> None:
-        server = LlamaServer(str(self._launch.socket_path))
+        server = LlamaServer(str(self._launch.socket_path), self.calls)
         load_timeout_s = self._load_timeout_s
         try:
             with trio.fail_after(load_timeout_s):
@@ -440,16 +455,19 @@ class Supervisor:
             self._kill_reason = reason
             self._kill_counts = its_own_fault
             self.facts = None
+            self._killed.set()
             self._child.signal(signal.SIGKILL)
 
-    async def kill_unless_gone(self, facts: BackendFacts, reason: str) -> None:
+    async def kill_unless_gone(
+        self, facts: BackendFacts, reason: str, *, its_own_fault: bool = False
+    ) -> None:
         """Have a decoder that broke a connection ended, if it does not turn out to have died."""
         with trio.move_on_after(_NOTICE_S):
             while self.facts is facts:
                 changed = self._changed
                 await changed.wait()
         if self.facts is facts:
-            self.kill(reason, its_own_fault=False)
+            self.kill(reason, its_own_fault=its_own_fault)
 
     async def wait_ready(self, patience_s: float | None = None) -> BackendFacts:
         """Wait until the decoder can be used.
@@ -474,7 +492,7 @@ class Supervisor:
                 raise _unavailable("the decoder is not running", None)
             if deadline is not None and (expected_s is None or expected_s > left_s or left_s <= 0):
                 raise _unavailable(
-                    "Loading model" if self.last_exit is None else "the decoder is restarting",
+                    "Loading model" if self._last_load_s is None else "the decoder is restarting",
                     expected_s,
                 )
             changed = self._changed

@@ -23,6 +23,7 @@ from onebitd.core.handoff import Outcome
 from onebitd.surfaces import (
     cli_advise,
     cli_provider,
+    cli_requests,
     cli_state,
     cli_status,
     cli_text,
@@ -107,6 +108,8 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"only those that ended so: {', '.join(Outcome)}",
     )
     handoffs.set_defaults(run=run_handoffs)
+
+    cli_requests.register(commands, where)
 
     config = _command(commands, "config", "the effective settings and their sources", where)
     config.set_defaults(run=run_config)

@@ -1,7 +1,7 @@
 """The control API: HTTP/1.1 over the control socket, JSON.
 
-`GET /v1/status`, `GET /v1/handoffs`, `GET /v1/config`, `GET /v1/costs`, `POST /v1/reload`,
-`POST /v1/provider/reset`. Errors have the shape
+`GET /v1/status`, `GET /v1/requests`, `GET /v1/handoffs`, `GET /v1/config`, `GET /v1/costs`,
+`POST /v1/requests/cancel`, `POST /v1/reload`, `POST /v1/provider/reset`. Errors have the shape
 `{"error": {"message", "type", "code"}}`; a refused reload adds `problems`, a list of lines.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, NoReturn, Protocol, Self, cast
 
@@ -18,11 +18,12 @@ from quart.wrappers.response import ResponseBody
 from quart_trio import QuartTrio
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound
 
-from onebitd.core.control_api import ProviderReset, ReloadAnswer, Status
+from onebitd.core.control_api import ProviderReset, ReloadAnswer, RequestInFlight, Status
 from onebitd.core.errors import ConfigError, RequestError
 from onebitd.core.handoff import Outcome
 from onebitd.services.history import Follower, History, parse_time
 from onebitd.surfaces.asgi_shield import shield_final_send
+from onebitd.surfaces.gate import refuse_pages
 
 DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 1000
@@ -42,6 +43,9 @@ class ControlView(Protocol):
     def status(self) -> Status:
         """Return the whole of `/v1/status`, as of now."""
 
+    def requests(self) -> Sequence[RequestInFlight]:
+        """Return the requests that are being served, the oldest first."""
+
     def config(self) -> Mapping[str, Mapping[str, Any]]:
         """Return `{key: {"value", "source"}}` of every setting, secrets hidden."""
 
@@ -51,10 +55,11 @@ class ControlView(Protocol):
 
 Reload = Callable[[], Awaitable[ReloadAnswer]]
 ResetProvider = Callable[[], ProviderReset]
+CancelRequest = Callable[[str], int]
 
 
 def create_control_app(
-    view: ControlView, reload: Reload, reset_provider: ResetProvider
+    view: ControlView, reload: Reload, reset_provider: ResetProvider, cancel: CancelRequest
 ) -> QuartTrio:
     """Build the ASGI application of the control socket.
 
@@ -63,6 +68,7 @@ def create_control_app(
         reload: reads the configuration again; raises ConfigError for a bad one and RequestError
             when it is not the time. It goes on when its client leaves.
         reset_provider: clears what is held against the provider, at once.
+        cancel: ends every request of an id, and returns how many there were; does not wait.
 
     A client that follows ends when it leaves, when `view.history.close()` is called, or when the
     server's task is cancelled; it holds no task of its own.
@@ -70,7 +76,7 @@ def create_control_app(
     app = QuartTrio("onebitd.control")
     app.config["MAX_CONTENT_LENGTH"] = _MAX_BODY_BYTES
     app.json.sort_keys = False  # type: ignore[attr-defined] # the default provider has it
-    app.asgi_app = shield_final_send(app.asgi_app)  # type: ignore[method-assign, assignment]
+    app.asgi_app = refuse_pages(shield_final_send(app.asgi_app))  # type: ignore[method-assign, assignment]
     app.register_error_handler(HTTPException, _render_error)
     app.register_error_handler(ConfigError, _render_refused)
     app.register_error_handler(RequestError, _render_not_now)
@@ -86,6 +92,20 @@ def create_control_app(
     @app.get("/v1/costs")
     async def costs() -> Response:
         return jsonify(view.costs())
+
+    @app.get("/v1/requests")
+    async def requests() -> Response:
+        return jsonify({"requests": [one.to_json() for one in view.requests()]})
+
+    @app.post("/v1/requests/cancel")
+    async def cancel_request() -> Response:
+        request_id = _request_id_in(await request.get_data())
+        number = cancel(request_id)
+        if not number:
+            raise RequestError(
+                404, f"no request {request_id[:128]!r} is in flight", kind="not_found_error"
+            )
+        return jsonify({"cancelled": number})
 
     @app.post("/v1/reload")
     async def do_reload() -> Response:
@@ -106,6 +126,17 @@ def create_control_app(
         return response
 
     return app
+
+
+def _request_id_in(body: bytes | str) -> str:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    request_id = found.get("request_id") if isinstance(found, dict) else None
+    if not isinstance(request_id, str) or not request_id:
+        _refuse('the body must be {"request_id": ID}')
+    return request_id
 
 
 class _Query:
@@ -231,8 +262,8 @@ def _render_error(error: HTTPException) -> Response:
     if isinstance(error, NotFound):
         message = (
             f"no such endpoint: {request.path}; this onebitd has GET /v1/status,"
-            " GET /v1/handoffs, GET /v1/config, GET /v1/costs, POST /v1/reload and"
-            " POST /v1/provider/reset"
+            " GET /v1/requests, GET /v1/handoffs, GET /v1/config, GET /v1/costs,"
+            " POST /v1/requests/cancel, POST /v1/reload and POST /v1/provider/reset"
         )
     elif isinstance(error, MethodNotAllowed):
         wanted = "POST" if "POST" in (error.valid_methods or ()) else "GET"

@@ -20,8 +20,8 @@ import structlog
 import trio
 
 from onebitd import __version__
-from onebitd.adapters import listeners, logsetup
-from onebitd.adapters.config_file import check_files, is_fatal, read_api_keys
+from onebitd.adapters import descriptors, listeners, logsetup, peers
+from onebitd.adapters.config_file import check_files, is_fatal, read_api_keys, readable_by_all
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.http_server import HttpServer
 from onebitd.adapters.instance import InstanceLock, ensure_private_dir
@@ -40,7 +40,12 @@ from onebitd.services.supervisor import Launch, Supervisor
 from onebitd.surfaces import daemon_args, reload
 from onebitd.surfaces.control_http import create_control_app
 from onebitd.surfaces.launch import plan_launch, slots_dir
-from onebitd.surfaces.listening import Listening, open_listeners, turn_away
+from onebitd.surfaces.listening import (
+    Listening,
+    admit_to_control,
+    open_listeners,
+    turn_away,
+)
 from onebitd.surfaces.public_http import PublicApp
 from onebitd.surfaces.status_view import StatusView
 
@@ -52,6 +57,7 @@ _ARRIVE_S: Final = 0.25
 _LAST_ANSWER_S: Final = 3.0
 """A request that was cut off still waits for what the decoder does to the slot; longer than this
 only the decoder's own end ends that."""
+_CONTROL_CONNECTIONS: Final = 64
 _NOTIFY_EVERY_S: Final = 1.0
 _EXTEND_S: Final = 30.0
 _RELOAD_LOCK_S: Final = 30.0
@@ -105,6 +111,7 @@ def _serve(
     logsetup.configure(config.log.format, config.log.level)
     for line in warnings:
         log.warning("handoffs_will_fall_back", line=line)
+    _raise_descriptor_limit(config.http.max_connections)
     environ = dict(os.environ)
     if environ.pop(_DEBUG_HANG, ""):
         signal.signal(signal.SIGUSR2, lambda _number, _frame: hang_on_purpose())
@@ -116,6 +123,18 @@ def _serve(
         if ours is None:
             raise
         raise _first(ours) from group
+
+
+def _raise_descriptor_limit(connections: int) -> None:
+    # One to the client and one to the decoder each, and what the daemon needs besides.
+    wanted = 2 * connections + _CONTROL_CONNECTIONS
+    allowed = descriptors.raise_limit(wanted)
+    if allowed < wanted:
+        log.warning(
+            "few_descriptors",
+            line=f"http.max_connections = {connections} may need {wanted} open files, and"
+            f" {allowed} are allowed: set LimitNOFILE={wanted} in the unit, or lower it",
+        )
 
 
 def hang_on_purpose() -> NoReturn:
@@ -191,6 +210,7 @@ class Daemon:
         self._handoffs: Handoffs
         self._view: StatusView
         self._app: PublicApp
+        self._server: HttpServer
         self._lock: DeviceLock | None = None
 
     @property
@@ -294,14 +314,24 @@ class Daemon:
         )
         audits.on_change = breaker.on_change = self._tell_manager
         control_app: Any = create_control_app(
-            self._view, self._reloads.reload, self._handoffs.reset_provider
+            *(self._view, self._reloads.reload, self._handoffs.reset_provider),
+            self._cancel_request,
         )
-        public_server = HttpServer(app, self._listening.public)
-        public = _Service(public_server.run)
-        control = _Service(HttpServer(control_app, self._listening.control).run)
+        self._server = HttpServer(
+            app, self._listening.public, max_connections=self._config.http.max_connections
+        )
+        public = _Service(self._server.run)
+        control_server = HttpServer(
+            control_app,
+            self._listening.control,
+            admit=admit_to_control(self._listening.control),
+            max_connections=_CONTROL_CONNECTIONS,
+        )
+        control = _Service(control_server.run)
         handoffs = _Service(self._handoffs.runs.run)
         auditing = _Service(audits.run)
         breaking, learning = _Service(breaker.run), _Service(keeper.run)
+        watching = _Service(self._handoffs.vitals.run)
         decoder = _Service(self._run_decoder)
         reloads = _Service(self._reloads.run)
         async with trio.open_nursery() as nursery:
@@ -314,17 +344,19 @@ class Daemon:
             auditing.start_soon(nursery)
             breaking.start_soon(nursery)
             learning.start_soon(nursery)
+            watching.start_soon(nursery)
             self._announce()
             decoder.start_soon(nursery)
             await self._stop_asked.wait()
             await reloads.stop()
             await auditing.stop()
             await breaking.stop()
+            await watching.stop()
             if self._listening.public_is_passed:
                 # Whoever comes now waits in the socket's backlog for the next onebitd.
-                public_server.stop_accepting()
+                self._server.stop_accepting()
                 await trio.sleep(_ARRIVE_S)
-            await self._drain(app)
+            await self._drain()
             with trio.move_on_after(_LAST_ANSWER_S):
                 await public.stop()
             await decoder.stop()
@@ -347,6 +379,8 @@ class Daemon:
         )
         for event, line in _remarks(config):
             log.warning(event, line=line)
+        for open_door in filter(None, map(peers.loose_mode, self._listening.control)):
+            log.warning("control_socket_open", line=open_door)
 
     async def take_over(self, merged: Merged, keys: tuple[str, ...]) -> Sequence[str]:
         """Have every part use a new configuration from now on; return warnings about it.
@@ -371,6 +405,8 @@ class Daemon:
         )
         self._handoffs.reconfigure(config, self._lock)
         self._app.reconfigure(config.http, keys)
+        self._server.max_connections = config.http.max_connections
+        _raise_descriptor_limit(config.http.max_connections)
         self._view.reconfigure(config)
         old = _remarks(before)
         remarks = [line for event, line in _remarks(config) if (event, line) not in old]
@@ -378,6 +414,12 @@ class Daemon:
         if why_not is not None:
             remarks.append(f"lock.hold: {why_not.detail}")
         return remarks
+
+    def _cancel_request(self, request_id: str) -> int:
+        found = self._handoffs.in_flight.cancel(request_id)
+        for entry in found:
+            log.info("request_cancelled", request_id=request_id, path=entry.path)
+        return len(found)
 
     async def _run_decoder(self, *, task_status: trio.TaskStatus[None]) -> None:
         try:
@@ -419,7 +461,7 @@ class Daemon:
             "(http.drain_timeout_s), a second signal cuts it off"
         )
 
-    async def _drain(self, app: PublicApp) -> None:
+    async def _drain(self) -> None:
         """Let running replies finish, within the time for it; turn everybody else away."""
         self._view.draining = True
         self._admission.close(keep_waiting=self._listening.public_is_passed)
@@ -432,7 +474,7 @@ class Daemon:
                 nursery.start_soon(self._cancel_when, self._hurry, nursery.cancel_scope)
                 await self._admission.wait_empty()
                 nursery.cancel_scope.cancel()
-        app.stop_running()
+        self._handoffs.in_flight.cancel_all("draining")
 
     @staticmethod
     async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:
@@ -471,4 +513,7 @@ def _remarks(config: Config) -> list[tuple[str, str]]:
                 "the decoder prefills every prompt",
             )
         )
+    file = config.http.api_key_file
+    if file is not None and (line := readable_by_all(Path(file))):
+        remarks.append(("api_keys_exposed", line))
     return remarks

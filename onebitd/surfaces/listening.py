@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from onebitd.adapters import listeners
+from onebitd.adapters import listeners, peers
 from onebitd.adapters.systemd import ServiceManager
 from onebitd.core import paths
 from onebitd.core.config import Config, HttpConfig
 from onebitd.core.config_checks import is_loopback
-from onebitd.core.errors import ConfigError
+from onebitd.core.errors import ConfigError, RequestError
 
 _BACKLOG: Final = 1024
 _PASSED_NAMES: Final = ("http", "control")
@@ -63,14 +63,14 @@ def open_listeners(config: Config, manager: ServiceManager, runtime: Path) -> Li
                 for name in strange
             ]
         )
+    control = [listeners.adopt(os.dup(fd)) for fd in passed.get("control", [])]
+    _check_control(control)
     # The port first: it may be taken, and then no control socket has to be removed again.
     public = [listeners.adopt(os.dup(fd)) for fd in passed.get("http", [])]
     is_passed = bool(public)
-    if is_passed:
-        _check_exposure(config.http, public)
-    else:
+    if not is_passed:
         public = listeners.open_tcp(config.http.host, config.http.port, _BACKLOG)
-    control = [listeners.adopt(os.dup(fd)) for fd in passed.get("control", [])]
+    _check_exposure(config.http, public, is_passed=is_passed)
     if not control:
         mode = 0o660 if os.geteuid() == 0 or manager.present else 0o600
         control = [listeners.open_unix(runtime / paths.CONTROL_SOCKET, mode)]
@@ -84,6 +84,22 @@ def open_listeners(config: Config, manager: ServiceManager, runtime: Path) -> Li
     )
 
 
+def admit_to_control(
+    control: Sequence[socket.socket],
+) -> Callable[[socket.socket], RequestError | None]:
+    """Return what says why a client of the control socket is refused, None when it is served."""
+    served = peers.served_on(control)
+
+    def admit(client: socket.socket) -> RequestError | None:
+        try:
+            why = served.why_not(peers.peer_of(client))
+        except OSError as error:
+            why = f"the kernel does not say who connects: {error.strerror}"
+        return None if why is None else RequestError(403, why, kind="permission_error")
+
+    return admit
+
+
 def turn_away(manager: ServiceManager, reason: str) -> None:
     """Answer who waits on the passed sockets: unanswered, they would have us started again."""
     passed = manager.listen_fds()
@@ -92,20 +108,41 @@ def turn_away(manager: ServiceManager, reason: str) -> None:
     listeners.turn_away(passed.get("http", []), "onebitd has ended; its log says why")
 
 
-def _check_exposure(http: HttpConfig, public: Sequence[socket.socket]) -> None:
-    """Refuse what `http.host` is refused for: an address that others reach, without keys."""
+def _check_control(control: Sequence[socket.socket]) -> None:
+    """Refuse a socket on which the kernel does not say who asks; nothing is open after that."""
+    if all(one.family == socket.AF_UNIX for one in control):
+        return
+    for one in control:
+        one.close()
+    raise ConfigError(
+        [
+            "the control socket that systemd passed is no Unix socket: everybody who reaches it"
+            " could administer onebitd; its unit needs ListenStream= with a path"
+        ]
+    )
+
+
+def _check_exposure(http: HttpConfig, public: Sequence[socket.socket], *, is_passed: bool) -> None:
+    """Refuse an address that others reach, without keys; nothing is open after that.
+
+    The configuration's own check knows what `http.host` says; this one, what it has become: a
+    passed socket, or whatever `localhost` is in /etc/hosts.
+    """
     if http.api_key_file is not None or http.allow_unauthenticated:
         return
     for listener in public:
+        if listener.family == socket.AF_UNIX or is_loopback(listener.getsockname()[0]):
+            continue
         name = _address_of(listener)
-        if listener.family != socket.AF_UNIX and not is_loopback(listener.getsockname()[0]):
-            raise ConfigError(
-                [
-                    f"http.api_key_file: required because the socket that systemd passed, {name},"
-                    " is not on a loopback address; name a file with keys, or set"
-                    " http.allow_unauthenticated = true"
-                ]
-            )
+        what = "the socket that systemd passed" if is_passed else f"http.host {http.host}"
+        for one in public:
+            one.close()
+        raise ConfigError(
+            [
+                f"http.api_key_file: required because {what}, {name}, is not on a loopback address;"
+                " name a file with keys, or set http.allow_unauthenticated = true"
+            ]
+        )
 
 
 def _address_of(listener: socket.socket) -> str:

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-import secrets
+import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import structlog
 import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
-from quart import Response
-from quart_trio import QuartTrio
 
-from onebitd.adapters.llama_server import Headers, Reply
+from onebitd.adapters.llama_server import Reply
 from onebitd.core import guards, request
 from onebitd.core.backend_state import BackendState
 from onebitd.core.config import HttpConfig, Policy
 from onebitd.core.errors import BackendError, RequestError
+from onebitd.core.http1 import Headers
 from onebitd.services.handoff import Handoffs
-from onebitd.surfaces.asgi_shield import shield_final_send
-from onebitd.surfaces.relay import Client, ClientGone
+from onebitd.services.in_flight import Entry
+from onebitd.services.supervisor import BackendFacts
+from onebitd.surfaces.gate import Gate, asks_for_health
+from onebitd.surfaces.relay import JSON_TYPE, Client, ClientGone
 
 log = structlog.get_logger()
 
-_OWN_HEADERS = (b"x-onebit-handoff", b"x-request-id")
+_OWN_HEADERS = (b"x-onebit-handoff", b"x-request-id", b"origin")
 _POLL_CACHE_S = 1.0
 _PARSE_INLINE_BYTES = 1 << 20
 """A larger body is parsed off the event loop."""
@@ -47,7 +48,7 @@ class _Rules:
     """What a request is held against, from its head to its end: `[http]` and the API keys."""
 
     config: HttpConfig
-    keys: tuple[bytes, ...]
+    gate: Gate
 
 
 class PublicApp:
@@ -68,16 +69,14 @@ class PublicApp:
         is_draining: Callable[[], bool],
     ) -> None:
         self._handoffs = handoffs
-        self._rules = _Rules(config, tuple(key.encode() for key in api_keys))
+        self._rules = _Rules(config, Gate(config, api_keys))
         self._is_draining = is_draining
-        self._health: Any = shield_final_send(self._health_app())
         self._polled: dict[bytes, _Polled] = {}
         self._polling = trio.Lock()
-        self._running: set[trio.CancelScope] = set()
 
     def reconfigure(self, config: HttpConfig, api_keys: tuple[str, ...]) -> None:
         """Hold the requests to come against these; those that run keep theirs."""
-        self._rules = _Rules(config, tuple(key.encode() for key in api_keys))
+        self._rules = _Rules(config, Gate(config, api_keys))
 
     async def __call__(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
@@ -87,31 +86,28 @@ class PublicApp:
             await receive()
             await send({"type": "websocket.close", "code": 1002, "reason": "HTTP only"})
         elif scope["type"] == "http":
-            await self._serve(scope, receive, send)
-
-    def stop_running(self) -> None:
-        """Cancel every request that still runs: the drain's time is over."""
-        for scope in self._running:
-            scope.cancel()
+            admitted = await self._rules.gate.admit(scope, receive, send)
+            if admitted is not None:
+                await self._serve(scope, receive, admitted)
 
     async def _serve(
         self, scope: HTTPScope, receive: ASGIReceiveCallable, send: ASGISendCallable
     ) -> None:
-        path = scope["path"]
-        if path in ("/health", "/v1/health") and scope["method"] in ("GET", "HEAD"):
-            await self._health(scope, receive, send)
+        if asks_for_health(scope):
+            await self._answer_health(Client(scope, receive, send))
             return
         rules = self._rules
         client = Client(scope, receive, send)
         headers = dict(client.headers)
-        request_id = guards.request_id_of(headers) or secrets.token_hex(8)
-        added = [(b"x-request-id", request_id.encode("latin-1"))]
-        with trio.CancelScope() as running:
-            self._running.add(running)
+        request_id = guards.request_id_of(headers) or _new_id()
+        added = client.early_headers = [(b"x-request-id", request_id.encode("latin-1"))]
+        head = (scope["method"], client.path, request_id)
+        with self._handoffs.in_flight.open(*head, lambda: client.gone) as entry:
             try:
-                _check_access(rules, client, headers)
+                entry.phase = "body"
                 body = await client.read_body(rules.config.max_body_mib << 20)
-                await self._route(rules, client, body, request_id)
+                entry.phase = "pass"
+                await self._route(rules, client, body, entry)
             except RequestError as error:
                 await client.send_error(error, added)
             except BackendError as error:
@@ -124,17 +120,12 @@ class PublicApp:
                     RequestError(500, "onebitd failed; its log says why", kind="server_error"),
                     added,
                 )
-            finally:
-                self._running.discard(running)
-        if running.cancelled_caught:
-            stopping = RequestError(
-                503, "onebitd stopped", kind="unavailable_error", retry_after_s=PATIENCE_RETRY_S
-            )
-            await client.send_error(stopping, added)
+        if entry.scope.cancelled_caught:
+            await client.send_error(_why_cancelled(entry), added)
 
-    async def _route(self, rules: _Rules, client: Client, body: bytes, request_id: str) -> None:
+    async def _route(self, rules: _Rules, client: Client, body: bytes, entry: Entry) -> None:
         method = client.method.decode()
-        keys = (b"authorization", b"x-api-key") if rules.keys else ()
+        keys = (b"authorization", b"x-api-key") if rules.gate.has_keys else ()
         headers = client.forwarded_headers(drop=(*_OWN_HEADERS, *keys))
         if method == "POST" and client.path in request.HANDOFF_PATHS:
             if len(body) > _PARSE_INLINE_BYTES:
@@ -142,13 +133,13 @@ class PublicApp:
             else:
                 parsed = request.parse(client.path, body)
             client.keepalive_s = rules.config.keepalive_s if parsed.stream else 0.0
-            await self._hand_off(client, headers, body, parsed, request_id)
+            await self._hand_off(client, headers, body, parsed, entry)
         elif guards.asked_once_a_second(method, client.path):
             await client.run(partial(self._answer_polled, client, headers))
         elif guards.needs_slot(method, client.path):
-            await client.run(partial(self._pass_with_slot, client, headers, body, request_id))
+            await client.run(partial(self._pass_with_slot, client, headers, body, entry))
         else:
-            await client.run(partial(self._pass, client, headers, body))
+            await client.run(partial(self._pass, client, headers, body, entry))
 
     async def _hand_off(
         self,
@@ -156,16 +147,18 @@ class PublicApp:
         headers: Headers,
         body: bytes,
         parsed: request.ParsedRequest,
-        request_id: str,
+        entry: Entry,
     ) -> None:
-        exchange = self._handoffs.exchange(
-            client.path, parsed, _wanted_policy(client), request_id, lambda: client.gone
+        wanted = (client.path, parsed, _wanted_policy(client), entry.request_id)
+        exchange = entry.exchange = self._handoffs.exchange(
+            *wanted, lambda: client.gone, lambda: entry.cancelled_by == "operator"
         )
 
         async def send(reply: Reply) -> BackendError | None:
-            return await client.send_reply(
-                reply, exchange.reply_headers(), exchange.observe, exchange.free_slot
-            )
+            with entry.releasing(exchange.free_slot):
+                return await client.send_reply(
+                    reply, exchange.reply_headers(), exchange.observe, exchange.free_slot
+                )
 
         async def work() -> None:
             async with exchange:
@@ -189,26 +182,52 @@ class PublicApp:
         client: Client,
         headers: Headers,
         body: bytes,
+        entry: Entry,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         facts = await self._handoffs.supervisor.wait_ready_for_client()
-        reply = await facts.server.open(client.method, client.target, headers, body)
+        reply = await self._open(facts, client, headers, body)
+
+        def release() -> None:
+            reply.close()
+            on_end()
+
         try:
-            await client.send_reply(reply, [], on_end=on_end)
+            with entry.releasing(release):
+                await client.send_reply(reply, [], on_end=on_end)
         finally:
             reply.close()
 
+    async def _open(
+        self, facts: BackendFacts, client: Client, headers: Headers, body: bytes
+    ) -> Reply:
+        vitals = self._handoffs.vitals
+        in_slot = guards.needs_slot(client.method.decode(), client.path)
+        try:
+            reply = await facts.server.open(client.method, client.target, headers, body)
+        except BackendError:
+            if in_slot:
+                vitals.note_status(facts, 502)
+            raise
+        if in_slot:
+            kind = dict(reply.headers).get(b"content-type", b"")
+            # A stream's head says nothing about how it goes on.
+            generated = not kind.startswith(b"text/event-stream")
+            vitals.note_status(facts, reply.status, generated=generated)
+        return reply
+
     async def _pass_with_slot(
-        self, client: Client, headers: Headers, body: bytes, request_id: str
+        self, client: Client, headers: Headers, body: bytes, entry: Entry
     ) -> None:
-        ticket = self._handoffs.admission.enter(request_id)
+        ticket = entry.ticket = self._handoffs.admission.enter(entry.request_id)
         try:
             await self._handoffs.supervisor.wait_ready_for_client()
             await ticket.wait_slot()
+            await self._handoffs.vitals.make_sure(await self._handoffs.supervisor.wait_ready())
             await self._handoffs.audits.put_slot_back()
             self._handoffs.outlooks.memory.forget()  # nobody tells us what it leaves there
             ticket.phase = "decode"
-            await self._pass(client, headers, body, on_end=ticket.leave)
+            await self._pass(client, headers, body, entry, on_end=ticket.leave)
         finally:
             ticket.leave()
 
@@ -238,59 +257,28 @@ class PublicApp:
             reply.close()
         return _Polled(trio.current_time(), reply.status, list(reply.headers), body)
 
-    def _health_app(self) -> QuartTrio:
-        app = QuartTrio("onebitd.public")
-
-        @app.get("/health")
-        @app.get("/v1/health")
-        async def health() -> tuple[dict[str, Any], int] | Response:
-            supervisor = self._handoffs.supervisor
-            if supervisor.state is BackendState.READY and not self._is_draining():
-                return {"status": "ok"}, 200
+    async def _answer_health(self, client: Client) -> None:
+        """Say whether a request would be served now, in the decoder's own words."""
+        supervisor = self._handoffs.supervisor
+        status, answer = 200, b'{"status":"ok"}'
+        if self._is_draining() or supervisor.state is not BackendState.READY:
             message = "Loading model"
             if self._is_draining():
                 message = "onebitd is stopping"
             elif supervisor.last_exit is not None:
                 # Its last words are for the operator alone: they may quote a request.
                 message = f"the decoder is restarting: {supervisor.last_exit.brief}"
-            error = {"message": message, "type": "unavailable_error", "code": 503}
-            return {"error": error}, 503
-
-        return app
+            error = RequestError(503, message, kind="unavailable_error")
+            status, answer = error.status, json.dumps(error.body()).encode()
+        await client.send_whole(status, [(b"content-type", JSON_TYPE)], answer)
 
 
 PATIENCE_RETRY_S = 5
 
 
-def _check_access(rules: _Rules, client: Client, headers: dict[bytes, bytes]) -> None:
-    config = rules.config
-    host = headers.get(b"host", b"").decode("latin-1")
-    if not guards.host_allowed(host, config.host, config.allowed_hosts):
-        raise RequestError(
-            403,
-            f"host {host[:100]!r} is not served here (http.allowed_hosts)",
-            kind="permission_error",
-        )
-    raw = headers.get(b"origin")
-    origin = None if raw is None else raw.decode("latin-1")
-    if not guards.origin_allowed(origin, config.allowed_origins):
-        raise RequestError(
-            403,
-            f"pages of {str(origin)[:100]!r} may not use this API (http.allowed_origins)",
-            kind="permission_error",
-        )
-    # A browser asks without its key whether it may ask with it.
-    if client.method != b"OPTIONS" and not guards.key_allowed(headers, rules.keys):
-        raise RequestError(401, "Invalid API Key", kind="authentication_error")
-    if not guards.target_is_plain(client.target):
-        raise RequestError(400, "the request target must be a plain path")
-    why = guards.forbidden(client.method.decode(), client.path)
-    if why is not None:
-        raise RequestError(
-            403,
-            f"{client.method.decode()} {client.path[:100]} is not allowed: {why}",
-            kind="permission_error",
-        )
+def _new_id() -> str:
+    """Return a name for a request: no secret, and so no system call."""
+    return f"{random.getrandbits(64):016x}"
 
 
 def _wanted_policy(client: Client) -> Policy | None:
@@ -303,6 +291,15 @@ def _wanted_policy(client: Client) -> Policy | None:
         raise RequestError(
             400, f"X-Onebit-Handoff: {text[:40]!r} is none of {', '.join(Policy)}"
         ) from None
+
+
+def _why_cancelled(entry: Entry) -> RequestError:
+    if entry.cancelled_by == "operator":
+        message = "the request was cancelled by the operator"
+        return RequestError(503, message, kind="cancelled_error")
+    return RequestError(
+        503, "onebitd stopped", kind="unavailable_error", retry_after_s=PATIENCE_RETRY_S
+    )
 
 
 def _bad_gateway(error: BackendError) -> RequestError:

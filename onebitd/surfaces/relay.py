@@ -39,11 +39,15 @@ _NOT_FORWARDED: Final = HOP_BY_HOP | {
     # the slot would be busy with nobody's reply.
     b"x-conversation-id",
 }
+JSON_TYPE: Final = b"application/json; charset=utf-8"
 _END_S: Final = 60.0
 """How long the last send of a reply may take: it cannot be cancelled."""
 _PIECE_S: Final = 60.0
-"""How long a client may take between two pieces of its request's body."""
+"""How long a client may take between two pieces of its request's body, and to begin with it."""
+_SLOWEST_BYTES_PER_S: Final = 1024
+"""After the first minute a body must have come faster than this on the average."""
 _DISCARD_S: Final = 2.0
+_BLANK_LINES: Final = (b"\n\n", b"\r\n\r\n")
 _COMMENT: Final = b": waiting for the prompt\n\n"
 
 Headers = list[tuple[bytes, bytes]]
@@ -55,6 +59,7 @@ class Client:
     Attributes:
         keepalive_s: set before `run`: a stream silent this long before its first byte gets SSE
             comments; 0: never.
+        early_headers: set before `run`: what is ours in the head that comes with a first comment.
         gone: True once the client has left.
     """
 
@@ -63,12 +68,15 @@ class Client:
     ) -> None:
         self._receive = receive
         self._send = send
-        self._sending = trio.Lock()
         self._head_sent = False
         self._open_stream = False  # a 200 event stream has begun and not ended: errors are events
-        self._spoken = False  # something that matters was sent: no more comments
+        # The last bytes of such a stream; None while some are being sent.
+        self._last_sent: bytes | None = b""
+        self._comments_held = False  # something that matters is being sent, or has begun
+        self._commenting: trio.Event | None = None  # one is being sent right now
         self._watching: trio.CancelScope | None = None
         self.keepalive_s = 0.0
+        self.early_headers: Headers = []
         self.gone = False
         self.method = scope["method"].encode("ascii")
         query = scope["query_string"]
@@ -89,26 +97,38 @@ class Client:
             RequestError: 413 when it is larger than the limit, 408 when it does not go on.
             ClientGone: the client left before it was complete.
         """
-        declared = dict(self.headers).get(b"content-length", b"")
-        if declared.isdigit() and int(declared) > limit_bytes:
+        fields = dict(self.headers)
+        declared = fields.get(b"content-length")
+        if declared in (None, b"0") and b"transfer-encoding" not in fields:
+            return b""
+        if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
             await self._discard_body()
             raise _too_large(limit_bytes)
         body = bytearray()
-        while True:
-            message: Any = None
-            with trio.move_on_after(_PIECE_S):
-                message = await self._receive()
-            if message is None:
-                raise RequestError(408, f"the request's body did not go on for {_PIECE_S:g} s")
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            body += message.get("body", b"")
-            if len(body) > limit_bytes:
-                body.clear()
-                await self._discard_body()
-                raise _too_large(limit_bytes)
-            if not message.get("more_body", False):
-                return bytes(body)
+        more = True
+        with trio.CancelScope() as patience:
+            started = trio.current_time()
+            while more:
+                fair_s = max(_PIECE_S, len(body) / _SLOWEST_BYTES_PER_S)
+                patience.deadline = min(trio.current_time() + _PIECE_S, started + fair_s)
+                message: Any = await self._receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                body += message.get("body", b"")
+                if len(body) > limit_bytes:
+                    break
+                more = message.get("more_body", False)
+        if patience.cancelled_caught:
+            raise RequestError(
+                408,
+                f"the request's body did not go on for {_PIECE_S:g} s,"
+                f" or came slower than {_SLOWEST_BYTES_PER_S} bytes a second",
+            )
+        if more:
+            body.clear()
+            await self._discard_body()
+            raise _too_large(limit_bytes)
+        return bytes(body)
 
     async def _discard_body(self) -> None:
         """Let the client finish writing, for a while: many read no answer before that."""
@@ -123,27 +143,23 @@ class Client:
 
         Returns when the work is done or was cancelled so; its errors come out unwrapped.
         """
-        failure: list[Exception] = []
-
-        async def guarded() -> None:
+        failure: Exception | None = None
+        self._watching = trio.CancelScope()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, self._watching, nursery.cancel_scope)
+            if self.keepalive_s > 0:
+                nursery.start_soon(self._comment)
             try:
                 await work()
             except Exception as error:  # noqa: BLE001 - raised again outside the nursery
-                failure.append(error)
+                failure = error
             nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
 
-        async with trio.open_nursery() as nursery:
-            await nursery.start(self._watch, nursery.cancel_scope)
-            if self.keepalive_s > 0:
-                nursery.start_soon(self._comment)
-            nursery.start_soon(guarded)
-        if failure:
-            raise failure[0]
-
-    async def _watch(self, work: trio.CancelScope, *, task_status: trio.TaskStatus[None]) -> None:
+    async def _watch(self, watching: trio.CancelScope, work: trio.CancelScope) -> None:
         """Await the disconnect for as long as the reply runs."""
-        with trio.CancelScope() as self._watching:
-            task_status.started()
+        with watching:
             while True:
                 message: Any = await self._receive()
                 if message["type"] == "http.disconnect":
@@ -152,15 +168,28 @@ class Client:
                     return
 
     async def _comment(self) -> None:
+        """Let a client that waits for its stream hear that it is still there."""
         while True:
             await trio.sleep(self.keepalive_s)
-            async with self._sending:
-                if self._spoken:
-                    return
+            if self._comments_held:
+                continue
+            self._commenting = trio.Event()
+            try:
                 if not self._head_sent:
-                    await self._send_head(200, [(b"content-type", b"text/event-stream")])
-                self._open_stream = True
-                await self._send_data(_COMMENT)
+                    headers = [(b"content-type", b"text/event-stream"), *self.early_headers]
+                    await self._send_head(200, headers, is_stream=True)
+                await self._send(
+                    {"type": "http.response.body", "body": _COMMENT, "more_body": True}
+                )
+            finally:
+                self._commenting.set()
+                self._commenting = None
+
+    async def _hold_comments(self) -> None:
+        """From here on only the caller sends."""
+        self._comments_held = True
+        if self._commenting is not None:
+            await self._commenting.wait()
 
     async def send_reply(
         self,
@@ -185,34 +214,45 @@ class Client:
                 then be sent in its place. Later, a stream ends with an error event, and any other
                 reply with the connection.
         """
-        if self._open_stream and not _is_stream(reply):
-            await self._send_error_event(*await _error_of(reply))
-            return None
+        is_stream = _is_stream(reply)
         data: bytes | None = None
-        if not _is_stream(reply):
-            # Its head waits for its first byte, so that a decoder that dies now can be replaced.
-            data = await reply.read()
-        async with self._sending:
-            self._spoken = self._spoken or not _is_stream(reply)
-            if not self._head_sent:
-                headers = [(name, value) for name, value in reply.headers if name not in HOP_BY_HOP]
-                await self._send_head(reply.status, headers + added)
-            self._open_stream = _is_stream(reply)
+        await self._hold_comments()
+        if not is_stream:
+            if self._open_stream:
+                error = await _error_of(reply)
+                on_end()
+                await self._send_error_event(*error)
+                return None
+            try:
+                # Its head waits for its first byte: a decoder that dies now can be replaced.
+                data = await reply.read()
+            except BackendError:
+                self._comments_held = False
+                raise
+        if not self._head_sent:
+            headers = [(name, value) for name, value in reply.headers if name not in HOP_BY_HOP]
+            await self._send_head(reply.status, headers + added, is_stream=is_stream)
         if data is None:
+            self._comments_held = False  # a decoder may begin a stream long before it says a word
             data = await reply.read()
+            await self._hold_comments()
+        # What is sent now is sent once a token: no lock, no scope, no call that is not needed.
+        send, read = self._send, reply.read
         while data:
             on_data(data)
-            async with self._sending:
-                self._spoken = True
-                await self._send_data(data)
+            if reply.ended:
+                break
+            self._last_sent = None
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._last_sent = data
             try:
-                data = await reply.read()
-            except BackendError as error:
+                data = await read()
+            except BackendError as broken:
                 on_end()
-                await self._break_off(error)
-                return error
+                await self._break_off(broken)
+                return broken
         on_end()
-        await self._send_end()
+        await self._send_end(data)
         return None
 
     async def _break_off(self, error: BackendError) -> None:
@@ -225,7 +265,7 @@ class Client:
         if self._open_stream:
             await self._send_error_event(error.message, error.status, error.kind)
         elif not self._head_sent:
-            headers = [(b"content-type", b"application/json; charset=utf-8"), *added]
+            headers = [(b"content-type", JSON_TYPE), *added]
             if error.retry_after_s is not None:
                 headers.append((b"retry-after", str(error.retry_after_s).encode()))
             await self.send_whole(error.status, headers, json.dumps(error.body()).encode())
@@ -237,40 +277,47 @@ class Client:
             for name, value in headers
             if name not in HOP_BY_HOP and name != b"content-length"
         ]
+        await self._hold_comments()
         # Shielded: a stop must not come between a head and its body.
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + _END_S):
-            async with self._sending:
-                self._spoken = True
-                await self._send_head(status, [*kept, (b"content-length", str(len(body)).encode())])
-                await self._send_data(body)
-            await self._send_end()
+        with _bounded():
+            await self._send_head(
+                status, [*kept, (b"content-length", str(len(body)).encode())], is_stream=False
+            )
+            await self._send_end(body)
 
     async def _send_error_event(self, message: str, status: int, kind: str) -> None:
-        async with self._sending:
-            self._spoken = True
-            await self._send_data(sse.error_event(message, status, kind))
-        await self._send_end()
+        await self._hold_comments()
+        event = sse.error_event(message, status, kind)
+        # What the decoder left half an event must not swallow this one; blank lines say nothing.
+        if self._last_sent != b"" and not (self._last_sent or b"").endswith(_BLANK_LINES):
+            event = b"\n\n" + event
+        await self._send_end(event)
 
-    async def _send_head(self, status: int, headers: Headers) -> None:
-        self._head_sent = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+    async def _send_head(self, status: int, headers: Headers, *, is_stream: bool) -> None:
+        """Begin the reply; shielded, for what can still be sent depends on whether it has begun."""
+        self._head_sent, self._open_stream = True, is_stream
+        with _bounded():
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def _send_data(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def _send_end(self) -> None:
-        """End the body. The watcher stops first and the send is shielded: hypercorn, inside it,
-        reports a disconnect of its own making, which must not cancel what it still has to do.
+    async def _send_end(self, data: bytes = b"") -> None:
+        """Send the last of the body. The watcher stops first and the send is shielded: hypercorn,
+        inside it, reports a disconnect of its own making, which must not cancel what it still has
+        to do.
         """
         self._open_stream = False
         if self._watching is not None:
             self._watching.cancel()
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + _END_S):
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        with _bounded():
+            await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
 
 class ClientGone(Exception):
     """The client left before its request was complete."""
+
+
+def _bounded() -> trio.CancelScope:
+    """A scope for a send that a cancel must not interrupt, and that ends nevertheless."""
+    return trio.CancelScope(shield=True, deadline=trio.current_time() + _END_S)
 
 
 def _too_large(limit_bytes: int) -> RequestError:
@@ -281,15 +328,16 @@ def _too_large(limit_bytes: int) -> RequestError:
 
 async def _error_of(reply: Reply) -> tuple[str, int, str]:
     """Return message, status and type of an error reply: the decoder's own where it names them."""
+    status = reply.status if reply.status >= 400 else 502
     try:
         raw = await reply.read_all()
     except BackendError:
-        return f"the decoder answered with status {reply.status}", reply.status, "server_error"
+        return f"the decoder answered with status {reply.status}", status, "server_error"
     try:
         error = json.loads(raw)["error"]
-        return str(error["message"]), reply.status, str(error["type"])
+        return str(error["message"]), status, str(error["type"])
     except (ValueError, RecursionError, TypeError, LookupError):
-        return raw[:500].decode("utf-8", "replace"), reply.status, "server_error"
+        return raw[:500].decode("utf-8", "replace"), status, "server_error"
 
 
 def _is_stream(reply: Reply) -> bool:

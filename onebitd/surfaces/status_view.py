@@ -19,6 +19,7 @@ from onebitd.core.control_api import (
     ModelStatus,
     ProviderStatus,
     QueueStatus,
+    RequestInFlight,
     SlotStatus,
     Status,
 )
@@ -203,6 +204,10 @@ class StatusView:
             request_id=holder.request_id,
             age_s=round(time.monotonic() - holder.entered, 3),
         )
+
+    def requests(self) -> list[RequestInFlight]:
+        """Return the requests that are being served, the oldest first."""
+        return [entry.describe() for entry in self._handoffs.in_flight.entries()]
 
     def config(self) -> dict[str, dict[str, Any]]:
         """Return every setting with its value and source; values that may be secret hidden."""

@@ -21,6 +21,7 @@ from onebitd.adapters.config_file import (
     load,
     path_for,
     read_api_keys,
+    readable_by_all,
 )
 from onebitd.core.config import Config
 from onebitd.core.config_resolve import resolve
@@ -168,7 +169,58 @@ def test_read_api_keys_skips_blanks_and_comments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "words"), [(b"# none\n\n", "no API key"), (b"s3cret\xff\n", "not UTF-8")]
+    ("data", "keys"),
+    [
+        (b"one", ("one",)),
+        (b"one\r\ntwo\r\n", ("one", "two")),
+        (b"\xef\xbb\xbfone\n", ("one",)),
+        (b"\xef\xbb\xbf# mine\x07\none\n", ("one",)),
+        (b"two words\n\ttabbed\t\n", ("two words", "tabbed")),
+        ("schl\u00fcssel\n\u9375\u2028x\n".encode(), ("schl\u00fcssel", "\u9375\u2028x")),
+    ],
+)
+def test_read_api_keys_as_editors_write_them(
+    tmp_path: Path, data: bytes, keys: tuple[str, ...]
+) -> None:
+    """Line ends of Windows, its mark at the start, other scripts; a line is one key."""
+    path = tmp_path / "keys"
+    path.write_bytes(data)
+    assert read_api_keys(path) == keys
+
+
+@pytest.mark.parametrize(
+    ("mode", "parent", "words"),
+    [
+        (0o600, 0o755, ""),
+        (0o640, 0o755, ""),
+        (0o644, 0o750, ""),
+        (0o644, 0o755, "may read it (mode 0644)"),
+        (0o602, 0o755, "may write it (mode 0602)"),
+        (0o777, 0o711, "may read it (mode 0777)"),
+    ],
+)
+def test_readable_by_all_names_the_mode_and_chmod(mode: int, parent: int, words: str) -> None:
+    """The group may read it, and a directory that nobody else enters is as good."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        path = Path(directory) / "keys"
+        path.write_text("one\n")
+        path.chmod(mode)
+        path.parent.chmod(parent)
+        line = readable_by_all(path)
+        assert (words in line) if words else (line == "")
+        assert not words or line.endswith(f"chmod o-rwx {path}")
+        assert "one" not in line.replace(str(path), "")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"# none\n\n", "no API key"),
+        (b"\xef\xbb\xbf", "no API key"),
+        (b"s3cret\xff\n", "not UTF-8"),
+        (b"ok\ns3cret\x00\n", "line 2 holds a control character"),
+        (b"s3cret\rs3cret\n", "line 1 holds a control character"),
+    ],
 )
 def test_read_api_keys_bad_file_is_an_error_without_keys(
     tmp_path: Path, data: bytes, words: str

@@ -6,199 +6,23 @@ import importlib.metadata
 import inspect
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
+from hypercorn.events import Closed, Updated
+from hypercorn.protocol import events
 from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.trio.task_group import TaskGroup
-from hypercorn.trio.tcp_server import TCPServer
-from hypercorn.trio.worker_context import TrioSingleTask, WorkerContext
+from hypercorn.trio.worker_context import WorkerContext
 
-from onebitd.adapters.http_server import Connection, HttpServer
-
-App = Callable[[Any, Any, Any], Awaitable[None]]
-PIECE = b"x" * 65536
-
-
-class Echo:
-    """Answers with method, target and body; `/stream`, `/flood` and others misbehave."""
-
-    def __init__(self) -> None:
-        self.disconnected = trio.Event()
-        self.started = trio.Event()
-        self.go = trio.Event()
-        self.ended: list[str] = []
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one request."""
-        assert scope["type"] == "http"
-        path = scope["path"]
-        self.started.set()
-        try:
-            await getattr(self, path.strip("/"), self.echo)(scope, receive, send)
-        finally:
-            self.ended.append(path)
-
-    async def echo(self, scope: Any, receive: Any, send: Any) -> None:
-        """Say what came."""
-        body = b""
-        while (message := await receive())["type"] == "http.request":
-            body += message["body"]
-            if not message["more_body"]:
-                break
-        text = f"{scope['method']} {scope['path']} {scope['query_string'].decode()} ".encode()
-        await reply(send, text + body)
-
-    async def wait(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send the head, then wait for the client to leave."""
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.disconnected.set()
-
-    async def flood(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send until the client has left."""
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            self.disconnected.set()
-            nursery.cancel_scope.cancel()
-
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(watch)
-            while True:
-                await send({"type": "http.response.body", "body": PIECE, "more_body": True})
-
-    async def slow(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send the head, and the rest when told to."""
-        await send({"type": "http.response.start", "status": 200, "headers": [LENGTH]})
-        await self.go.wait()
-        await send({"type": "http.response.body", "body": b"12345", "more_body": False})
-
-    async def broken(self, scope: Any, receive: Any, send: Any) -> None:
-        """Fail before the reply."""
-        raise RuntimeError("planted")
-
-    async def broken_later(self, scope: Any, receive: Any, send: Any) -> None:
-        """Fail in the middle of the reply."""
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"half", "more_body": True})
-        raise RuntimeError("planted")
-
-
-LENGTH = (b"content-length", b"5")
-
-
-async def reply(send: Any, body: bytes) -> None:
-    """Send a whole reply."""
-    headers = [(b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-class Served:
-    """A running server: `connect` to it, `stop` it."""
-
-    def __init__(self, address: tuple[str, int], app: Echo, server: HttpServer) -> None:
-        self.app = app
-        self.server = server
-        self.scope = trio.CancelScope()
-        self.stopped = trio.Event()
-        self.address = address
-
-    async def connect(self, sent: bytes = b"", receive_buffer: int | None = None) -> Talk:
-        """Open a connection and send something; the caller closes it."""
-        client = trio.socket.socket()
-        if receive_buffer is not None:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        await client.connect(self.address)
-        talk = Talk(trio.SocketStream(client))
-        await talk.stream.send_all(sent)
-        return talk
-
-    async def get(self, path: str) -> bytes:
-        """GET on a connection of its own; return everything that came until it was closed."""
-        talk = await self.connect(
-            f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
-        )
-        async with talk.stream:
-            return await talk.rest()
-
-    async def stop(self) -> None:
-        """Cancel the server and wait for its end."""
-        self.scope.cancel()
-        with trio.fail_after(10):
-            await self.stopped.wait()
-
-
-class Talk:
-    """A client's connection."""
-
-    def __init__(self, stream: trio.SocketStream) -> None:
-        self.stream = stream
-        self._held = b""
-
-    async def reply(self) -> tuple[int, dict[str, str], bytes]:
-        """Read one reply that has a Content-Length."""
-        with trio.fail_after(10):
-            while b"\r\n\r\n" not in self._held:
-                self._held += await self._some()
-            head, _, self._held = self._held.partition(b"\r\n\r\n")
-            first, *lines = head.decode().split("\r\n")
-            headers = dict(line.lower().split(": ") for line in lines)
-            length = int(headers.get("content-length", "0"))
-            while len(self._held) < length:
-                self._held += await self._some()
-        body, self._held = self._held[:length], self._held[length:]
-        return int(first.split()[1]), headers, body
-
-    async def until(self, wanted: bytes) -> None:
-        """Read until these bytes came."""
-        with trio.fail_after(10):
-            while wanted not in self._held:
-                self._held += await self._some()
-
-    async def rest(self) -> bytes:
-        """Read until the server closes."""
-        with trio.fail_after(10):
-            try:
-                while data := bytes(await self.stream.receive_some()):
-                    self._held += data
-            except trio.BrokenResourceError:
-                pass
-        return self._held
-
-    async def _some(self) -> bytes:
-        data = bytes(await self.stream.receive_some())
-        assert data, f"the server closed the connection after {self._held!r}"
-        return data
-
-
-@asynccontextmanager
-async def serving(app: App | None = None, **options: float) -> AsyncIterator[Served]:
-    """Run a server on a port of its own."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    echo = Echo()
-    server = HttpServer(app or echo, [listener], **options)
-    served = Served(listener.getsockname(), echo, server)
-
-    async def run(*, task_status: trio.TaskStatus[None]) -> None:
-        with served.scope:
-            await server.run(task_status=task_status)
-        served.stopped.set()
-
-    async with trio.open_nursery() as nursery:
-        await nursery.start(run)
-        yield served
-        await served.stop()
-    assert listener.fileno() == -1
+from onebitd.adapters.http_protocol import Http1, Requests
+from onebitd.adapters.http_server import HttpServer
+from tests.adapters.http_rig import Echo, Served, error_in, reply, serving
 
 
 async def test_http_server_get_and_post_reach_the_application() -> None:
@@ -376,8 +200,11 @@ async def test_http_server_stop_cuts_a_reply_that_goes_on() -> None:
         (b"GET / HTTP/1.1\r\n\r\n", b"400"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 100 + b"\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 30_000, b"431"),
+        (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", b"400"),
     ],
-    ids=["big_headers", "bad_header", "no_host", "tls", "negative_length"],
+    ids=["big", "bad_header", "no_host", "tls", "negative_length", "fields", "endless", "http_2"],
 )
 async def test_http_server_request_that_is_none_is_refused_and_others_are_served(
     request_bytes: bytes, status: bytes
@@ -389,7 +216,10 @@ async def test_http_server_request_that_is_none_is_refused_and_others_are_served
             await talk.stream.send_all(request_bytes)
         came = await talk.rest()
         await talk.stream.aclose()
-        assert came.startswith(b"HTTP/1.1 " + status) or (not came and status == b"431")
+        assert came.startswith(b"HTTP/1.1 " + status)
+        error = error_in(came)
+        assert error["type"] == "invalid_request_error"
+        assert error["code"] == int(status)
         assert b"200" in await served.get("/")
         assert served.app.ended == ["/"]
 
@@ -460,32 +290,52 @@ async def test_http_server_every_listener_is_served() -> None:
         nursery.cancel_scope.cancel()
 
 
-def test_connection_hypercorns_internals_are_where_they_are_used() -> None:
-    """Fails when hypercorn moves what `Connection` overrides or calls: read its changes then."""
+def test_http_protocol_hypercorns_internals_are_where_they_are_used() -> None:
+    """Fails when hypercorn moves what `Http1` overrides or calls: read its changes then."""
     version = importlib.metadata.version("hypercorn")
     assert version.split(".")[:2] == ["0", "18"], f"hypercorn {version} is outside of the pin"
+    parts = ["app", "config", "context", "task_group"]
+    sides = ["ssl", "client", "server", "send"]
     signatures: dict[Callable[..., Any], list[str]] = {
-        TCPServer.__init__: ["self", "app", "config", "context", "state", "stream"],
-        TCPServer.run: ["self"],
-        TCPServer.protocol_send: ["self", "event"],
-        TCPServer._read_data: ["self"],
-        TCPServer._close: ["self"],
-        TCPServer._idle_timeout: ["self"],
+        H11Protocol.__init__: ["self", *parts, "connection_state", *sides],
         H11Protocol.handle: ["self", "event"],
-        TrioSingleTask.stop: ["self"],
-        WorkerContext.__init__: ["self", "max_requests"],
+        H11Protocol.stream_send: ["self", "event"],
+        H11Protocol._send_h11_event: ["self", "event"],
+        H11Protocol._maybe_recycle: ["self"],
+        H11Protocol._close_stream: ["self"],
+        HTTPStream.__init__: ["self", *parts, *sides, "stream_id"],
+        HTTPStream.handle: ["self", "event"],
+        HTTPStream.app_send: ["self", "message"],
         TaskGroup.spawn_app: ["self", "app", "config", "scope", "send"],
+        WorkerContext.__init__: ["self", "max_requests"],
+        events.Request: ["stream_id", "headers", "http_version", "method", "raw_path", "state"],
+        events.Response: ["stream_id", "headers", "status_code"],
+        events.Body: ["stream_id", "data"],
+        events.EndBody: ["stream_id"],
+        events.StreamClosed: ["stream_id"],
+        Updated: ["idle"],
+        Closed: [],
     }
     for function, names in signatures.items():
         found = list(inspect.signature(function).parameters)
         assert found == names, f"hypercorn {version}: {function.__qualname__} takes {found}"
-    for name in ("run", "protocol_send", "_read_data"):
-        ours, theirs = getattr(Connection, name), getattr(TCPServer, name)
-        assert ours is not theirs
-        assert (
-            inspect.signature(ours).parameters.keys() == inspect.signature(theirs).parameters.keys()
-        )
-    assert "send_lock" in inspect.getsource(TCPServer.__init__)
-    assert "self._read_data()" in inspect.getsource(TCPServer.run)
-    assert "self.protocol_send" in inspect.getsource(TCPServer.run)
-    assert "terminated" in inspect.getsource(TCPServer._idle_timeout)
+    ours = inspect.signature(Requests.spawn_app).parameters.keys()
+    assert ours == inspect.signature(TaskGroup.spawn_app).parameters.keys()
+    sources: dict[Callable[..., Any], list[str]] = {
+        H11Protocol.__init__: ["context.event_class()", "h11.Connection(", "self.stream: "],
+        H11Protocol.handle: ["isinstance(event, Closed)", "self._close_stream()"],
+        H11Protocol._maybe_recycle: [
+            "self._close_stream()",
+            "self.context.terminated.is_set()",
+            "self.connection.start_next_cycle()",
+            "self.send(Updated(idle=True))",
+            "self.send(Closed())",
+        ],
+        H11Protocol._close_stream: ["self.stream.handle(StreamClosed(", "self.stream = None"],
+        HTTPStream.handle: ["self.task_group.spawn_app(", "self.app_put(", '"http.disconnect"'],
+    }
+    for method, words in sources.items():
+        source = inspect.getsource(method)
+        for word in words:
+            assert word in source, f"hypercorn {version}: {method.__qualname__} has no {word}"
+    assert set(Http1.__dict__) & set(H11Protocol.__dict__) >= {"stream_send", "_send_h11_event"}

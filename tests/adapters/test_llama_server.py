@@ -306,6 +306,7 @@ async def test_llama_server_answer_shorter_than_its_length_is_gone() -> None:
         b"SSH-2.0-OpenSSH_9.6\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nabcd\r\n0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000,
@@ -456,6 +457,92 @@ async def test_reply_close_tells_the_decoder_and_may_be_repeated() -> None:
             await got.read()
 
 
+async def test_reply_closed_by_whoever_cancels_its_reader_is_cancelled_not_gone() -> None:
+    """Or the client would hear of a broken decoder; without a cancel that is what it hears."""
+    async with serving(answer(*chunked(b"data: 1\n\n")[:2])) as scripted:
+        got = await scripted.client.open(b"GET", b"/", [(b"host", b"x")], b"")
+        assert await got.read() == b"data: 1\n\n"
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            got.close()
+            await got.read()
+        assert scope.cancelled_caught
+
+
+async def test_reply_that_ended_says_so_without_another_read() -> None:
+    """With a length, once all of it was returned; never before."""
+    async with serving(answer(reply(b"{}")[:-1], b"}")) as scripted:
+        got = await scripted.client.open(b"GET", b"/", [(b"host", b"x")], b"")
+        assert (await got.read(), got.ended) == (b"{", False)
+        assert (await got.read(), got.ended) == (b"}", True)
+        got.close()
+
+
+async def test_open_large_body_arrives_whole_at_a_slow_reader() -> None:
+    """More than a socket's buffer takes goes out as there is room."""
+    body = bytes(range(256)) * 8192
+    async with serving(answer(reply({}))) as scripted:
+        (await scripted.client.open(b"POST", b"/", [(b"host", b"x")], body)).close()
+    assert scripted.requests[0][1] == body
+
+
+async def test_open_decoder_that_answers_before_the_body_and_hangs_up_is_heard() -> None:
+    """A refusal of a body that is too large must not look like a dead decoder."""
+    with short_temporary_directory() as home:
+        listener = trio.socket.socket(socket.AF_UNIX)
+        await listener.bind(str(home / "s"))
+        listener.listen(1)
+        with listener:
+            async with trio.open_nursery() as nursery:
+
+                async def refuse() -> None:
+                    accepted, _ = await listener.accept()
+                    with accepted:
+                        await accepted.send(reply({"error": "too large"}, 413))
+
+                nursery.start_soon(refuse)
+                client = LlamaServer(str(home / "s"))
+                got = await client.open(b"POST", b"/", [(b"host", b"x")], b"x" * (8 << 20))
+                assert got.status == 413
+                assert b"too large" in await got.read_all()
+                got.close()
+
+
+async def test_open_waits_while_the_listening_queue_is_full() -> None:
+    """A decoder that accepts slowly is not gone (the bug: it was said to have hung up)."""
+    with short_temporary_directory() as home, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(home / "s"))
+        listener.listen(0)
+        waiting = socket.socket(socket.AF_UNIX)
+        with waiting:
+            waiting.connect(str(home / "s"))
+            async with trio.open_nursery() as nursery:
+
+                async def accept_both() -> None:
+                    await trio.sleep(0.05)
+                    listener.accept()[0].close()
+                    with await trio.to_thread.run_sync(lambda: listener.accept()[0]) as accepted:
+                        accepted.sendall(reply({"n": 1}))
+
+                nursery.start_soon(accept_both)
+                with trio.fail_after(20):
+                    assert await LlamaServer(str(home / "s")).props() == {"n": 1}
+
+
+async def test_llama_server_long_text_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte is templated and tokenized in the time it needs while the decoder is busy."""
+    monkeypatch.setattr(llama_server, "QUICK_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(llama_server, "_TEXT_BYTES_PER_S", 10)
+
+    async def late(stream: trio.SocketStream) -> None:
+        await trio.sleep(0.1)
+        await stream.send_all(reply({"prompt": "p", "tokens": [1]}))
+
+    async with serving(late) as scripted:
+        assert await scripted.client.apply_template(b"x" * 500) == "p"
+        assert await scripted.client.tokenize("x" * 500) == [1]
+
+
 @pytest.mark.parametrize("script", [silence, answer(b"HTTP/1.1 200 OK\r\n")])
 async def test_open_cancelled_closes_its_connection(script: Script) -> None:
     """A client that left takes its connection to the decoder with it."""
@@ -488,10 +575,17 @@ async def test_open_without_a_host_gets_one() -> None:
 
 
 async def test_open_request_that_http_cannot_carry_is_not_the_decoders_death() -> None:
-    """A header with a line break is the client's fault: 400, and nothing is sent."""
+    """A line break in any part of the head is the client's fault: 400, and nothing is sent."""
+    host = (b"host", b"x")
     async with serving(answer(reply({}))) as scripted:
-        for headers in ([(b"host", b"x"), (b"x", b"a\r\nb: c")], [(b"host", b"a b\n")]):
+        for method, target, headers in (
+            (b"GET", b"/", [host, (b"x", b"a\r\nb: c")]),
+            (b"GET", b"/", [(b"host", b"a b\n")]),
+            (b"GET", b"/", [host, (b"x\0", b"a")]),
+            (b"GET", b"/ HTTP/1.1\r\nx: y\r\n\r\n", [host]),
+            (b"GET /\r\n", b"/", [host]),
+        ):
             with pytest.raises(RequestError, match="cannot be passed on") as caught:
-                await scripted.client.open(b"GET", b"/", headers, b"")
+                await scripted.client.open(method, target, headers, b"")
             assert caught.value.status == 400
     assert scripted.requests == []

@@ -1,7 +1,8 @@
 """`make bench`: what a handoff costs, side by side with the decoder alone, in one run.
 
-Both routes are compared too, on the same prompts. The machine's speed cancels out of the ratios;
-absolute figures are this machine's, now.
+The HTTP side is held against its goals, beside nginx and plainer designs. Both routes are compared
+too, on the same prompts. The machine's speed cancels out of the ratios; absolute figures are this
+machine's, now.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench import audits, check, gate, overlap, routes
+from tests.bench import audits, check, gate, overlap, relay_tables, routes
 from tests.bench.measure import Streamed, median, stream, table
 from tests.harness import RunningDaemon, running_onebitd
 from tests.llama_builds import (
     CPU_ONLY,
     DEMO_PROGRAM,
     MODELS,
+    ROOT,
     LlamaClient,
     UnixConnection,
     running_program,
 )
 
 COMPLETIONS = "/v1/completions"
-BENCH_PARTS = ("handoff", "streaming", "shared", "check")
+BENCH_PARTS = (*relay_tables.TABLES, "handoff", "streaming", "shared", "check")
 SOAK_PARTS = ("audit",)
 """Only when asked for: hours, not minutes."""
 COMMANDS = {"gate": gate.main, "overlap": overlap.main}
@@ -230,7 +232,17 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--spoil", default="honest", help="of the audit soak: what goes wrong")
     parser.add_argument("--longest", type=int, default=200, help="of the audit soak, in words")
-    return parser.parse_args(words)
+    parser.add_argument("--quick", action="store_true", help="next to nothing of each: a test run")
+    parser.add_argument(
+        "--code",
+        type=Path,
+        default=ROOT,
+        help="of relay, idle and tax: the directory that the package onebitd is taken from",
+    )
+    args = parser.parse_args(words)
+    if args.quick:
+        args.rounds, args.lengths, args.stream_tokens = 1, [100], 16
+    return args
 
 
 def main() -> int:
@@ -241,6 +253,9 @@ def main() -> int:
     tmpfs = Path(tempfile.mkdtemp(prefix="onebitd-bench-", dir="/dev/shm"))
     say(f"medians of {args.rounds} rounds, milliseconds, state files in tmpfs")
     try:
+        for part in relay_tables.TABLES:
+            if part in args.parts:
+                say(relay_tables.TABLES[part](args.code, quick=args.quick))
         against = [part for part in args.parts if part in ("handoff", "streaming")]
         if against:
             against_decoder(against, args, tmpfs)

@@ -6,7 +6,7 @@ import http.client
 import json
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,19 @@ class Streamed:
         return (self.chunks - 1) / (self.total_ms - self.first_byte_ms) * 1000.0
 
 
-def stream(connection: http.client.HTTPConnection, path: str, body: dict[str, Any]) -> Streamed:
+def stream(
+    connection: http.client.HTTPConnection,
+    path: str,
+    body: dict[str, Any],
+    headers: Mapping[str, str] | None = None,
+) -> Streamed:
     """Post a streamed request on a new connection and read it to its end; closes it."""
     started = time.perf_counter()
     connection.request(
-        "POST", path, json.dumps({**body, "stream": True}), {"Content-Type": "application/json"}
+        "POST",
+        path,
+        json.dumps({**body, "stream": True}),
+        {"Content-Type": "application/json", **(headers or {})},
     )
     response = connection.getresponse()
     assert response.status == 200, response.read()

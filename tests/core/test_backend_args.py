@@ -169,6 +169,7 @@ def test_refusals_second_context_size_only_when_one_is_set() -> None:
         "LLAMA_ARG_SPEC_TYPE",
         "LLAMA_ARG_N_PARALLEL",
         "LLAMA_API_KEY",
+        "AIP_MODE",
         "LLAMA_ARG_SSL_KEY_FILE",
         "LLAMA_ARG_EMBEDDINGS",
         "LLAMA_ARG_ENDPOINT_SLOTS",

@@ -227,6 +227,28 @@ def test_resolve_bad_instance_name_is_refused(name: str) -> None:
     assert "a name is 1 to 64" in problems(instance=name)[0]
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "box", "box.lan", "0", "127.1"])  # noqa: S104
+def test_resolve_host_that_may_be_reached_from_elsewhere_needs_keys(host: str) -> None:
+    """All addresses, and every name that is not certain to stay on this machine."""
+    assert f"required because http.host {host} is not" in problems(("http.host", host))[0]
+
+
+@pytest.mark.parametrize("entry", ["*", "", "https://chat.lan", "a b", "chat.lan/x", "*.lan"])
+def test_resolve_allowed_host_that_is_none_is_named(entry: str) -> None:
+    """It would never match, and its author would look for the fault elsewhere."""
+    good = ["chat.lan", "b\u00fccher.lan:80", "[2001:db8::7]"]
+    [line] = problems(("http.allowed_hosts", [*good, entry]))
+    assert line.startswith(f"http.allowed_hosts: {entry!r} is no host")
+
+
+@pytest.mark.parametrize("entry", ["*", "null", "", "chat.lan", "https://chat.lan/x", "https://*"])
+def test_resolve_allowed_origin_that_is_none_is_named(entry: str) -> None:
+    """Least of all may `null` or `*` let every page in."""
+    good = ["https://chat.lan", "http://desk.lan:3000/", "app://x.y", "https://b\u00fccher.lan"]
+    [line] = problems(("http.allowed_origins", [*good, entry]))
+    assert line.startswith(f"http.allowed_origins: {entry!r} is no origin")
+
+
 def test_resolve_open_host_needs_keys_or_a_word() -> None:
     """A public address without keys must be meant."""
     assert "required because http.host 192.0.2.1" in problems(("http.host", "192.0.2.1"))[0]

@@ -16,6 +16,7 @@ OTHER: dict[str, Any] = {
     "model.alias": "other",
     "http.host": "127.0.0.2",
     "http.api_key_file": "/keys",
+    "http.allowed_origins": ["https://other.lan"],
     "backend.llama_server": "/bin/other",
     "backend.device": "cpu",
     "provider.program": "/bin/provider",

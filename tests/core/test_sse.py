@@ -30,6 +30,7 @@ def test_event_watch_any_cuts_find_the_last_timings(where: list[int]) -> None:
         watch.feed(piece)
     assert watch.timings() == TIMINGS
     assert watch.started
+    assert watch.events == 4
 
 
 def test_event_watch_comments_are_no_start() -> None:
@@ -37,6 +38,7 @@ def test_event_watch_comments_are_no_start() -> None:
     watch = sse.EventWatch()
     watch.feed(b": waiting for the prompt\n\n")
     before = watch.started
+    assert watch.events == 0
     watch.feed(b"data: {}\n\n")
     assert (before, watch.started) == (False, True)
     assert watch.timings() is None
@@ -45,19 +47,23 @@ def test_event_watch_comments_are_no_start() -> None:
 def test_event_watch_overlong_event_is_passed_over() -> None:
     """An event beyond all bounds takes no memory, and the next one is seen again."""
     watch = sse.EventWatch()
+    watch.feed(b"data: 1\n\n")
     for _ in range(80):
         watch.feed(b"x" * 65536)
-    watch.feed(b'\ndata: {"timings":{"cache_n":1}}\n\n')
+    watch.feed(b'y\ndata: {"timings":{"cache_n":1}}\n\n')
     assert watch.timings() == {"cache_n": 1}
+    assert watch.events == 2
 
 
 @given(cuts)
 def test_json_watch_any_cuts_find_the_timings(where: list[int]) -> None:
     """A JSON reply is read whole."""
     watch = sse.JsonWatch()
+    assert watch.events == 0
     for piece in split(json.dumps({"a": 1, "timings": TIMINGS}).encode(), where):
         watch.feed(piece)
     assert watch.timings() == TIMINGS
+    assert watch.events == 1
 
 
 def test_json_watch_huge_reply_is_read_from_its_tail() -> None:

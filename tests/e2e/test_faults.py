@@ -37,7 +37,7 @@ from tests.e2e.rig import (
     tiny_state_of,
     with_other_ids,
 )
-from tests.harness import HttpReply, is_alive, wait_until
+from tests.harness import HttpReply, wait_until
 from tests.llama_builds import BUILDS, MODELS, LlamaBuild, LlamaModel
 
 BUILD, MODEL = BUILDS[0], MODELS[0]
@@ -456,101 +456,6 @@ def test_state_directory_full_falls_back(
         filler.unlink()
         rig.provider.write_text(good)
         rig.assert_good()
-
-
-# --- a client that leaves -------------------------------------------------------------------
-
-
-def assert_client_gone(rig: Rig, before: int, *phases: str) -> None:
-    """One more record: cancelled, because the client left in one of these phases."""
-    record = rig.daemon.last_handoff(before + 1)
-    assert (record["outcome"], record["reason"]) == ("cancelled", "client_gone"), record
-    assert any(phase in record["detail"] for phase in phases), record["detail"]
-    logged = rig.daemon.log_records("handoff")[-1]
-    assert (logged["request_id"], logged["level"]) == (record["request_id"], "info")
-    assert rig.daemon.status()["handoffs"]["by_reason"]["client_gone"] >= 1
-
-
-def test_client_leaves_while_queued_place_and_state_file_are_given_up(rig: Rig) -> None:
-    """Both in the queue, with a state file ready and without, can leave it."""
-    before = len(rig.daemon.handoffs())
-    with (
-        rig.nothing_left(),
-        RawClient(rig, {"prompt": DAYS, "stream": True, **ENDLESS}) as holder,
-    ):
-        holder.wait_for(b"data: ")
-        second = RawClient(rig, {"prompt": RHYME})
-        wait_until(
-            lambda: (
-                len(rig.daemon.slot_files()) == 1
-                and rig.daemon.slot_files()[0].startswith("state-")
-            ),
-            "a checked state file",
-        )
-        third = RawClient(rig, {"prompt": RHYME, "stream": True})
-        wait_until(lambda: rig.daemon.status()["queue"]["pending"] == 2, "two in the queue")
-        third.leave()
-        # Its place is taken before its prompt is tokenized.
-        assert_client_gone(rig, before, "queued", "tokenize")
-        second.leave()
-        assert_client_gone(rig, before + 1, "queued")
-        assert rig.daemon.slot_files() == []
-        assert rig.daemon.status()["slot"]["phase"] == "decode"
-
-
-def test_client_leaves_while_waiting_for_the_lock(rig: Rig) -> None:
-    """The wait for the device lock ends with the client."""
-    before, runs = len(rig.daemon.handoffs()), len(rig.runs())
-    with lock_held_outside(rig.daemon.status()["lock"]["path"]), rig.nothing_left():
-        with RawClient(rig, {"prompt": RHYME}):
-            rig.wait_phase("lock")
-        assert_client_gone(rig, before, "lock")
-    assert len(rig.runs()) == runs
-
-
-@pytest.mark.parametrize("mode", ["hang", "ignore_term"])
-def test_client_leaves_during_the_provider_run_provider_is_killed(rig: Rig, mode: str) -> None:
-    """The run goes with its client, even one that ignores SIGTERM, long before its time limit."""
-    before, runs = len(rig.daemon.handoffs()), len(rig.runs())
-    rig.set_mode(mode)
-    with rig.nothing_left():
-        with RawClient(rig, {"prompt": RHYME, "stream": True}):
-            pid = rig.wait_run(runs)
-        assert_client_gone(rig, before, "prefill")
-        assert not is_alive(pid)
-    assert rig.daemon.handoffs()[-1]["provider_wall_ms"] < 2900
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_client_leaves_before_the_first_byte(rig: Rig, stream: bool) -> None:
-    """A long cold prefill whose client left does not keep the slot from the next request."""
-    before = len(rig.daemon.handoffs())
-    with rig.nothing_left():
-        headers = ["X-Onebit-Handoff: never"]
-        with RawClient(rig, {"prompt": LONG, "stream": stream, **ENDLESS}, headers):
-            rig.wait_phase("decode")
-        assert_client_gone(rig, before, "decode")
-    rig.assert_good(RHYME)
-
-
-def test_client_leaves_in_the_middle_of_a_stream(rig: Rig) -> None:
-    """The decoder stops, and the slot is free for the next handoff."""
-    before = len(rig.daemon.handoffs())
-    with rig.nothing_left():
-        with RawClient(rig, {"prompt": RHYME, "stream": True, **ENDLESS}) as client:
-            client.wait_for(b"data: ")
-        assert_client_gone(rig, before, "decode")
-
-
-def test_client_pipelines_and_leaves_it_is_noticed(rig: Rig) -> None:
-    """A second request in the pipe does not hide that the client has left."""
-    before = len(rig.daemon.handoffs())
-    with rig.nothing_left():
-        with RawClient(rig, {"prompt": RHYME, "stream": True, **ENDLESS}) as client:
-            client.wait_for(b"data: ")
-            client.post({"prompt": DAYS})
-        assert_client_gone(rig, before, "decode")
-    assert len(rig.daemon.handoffs()) == before + 1
 
 
 # --- a decoder that dies --------------------------------------------------------------------

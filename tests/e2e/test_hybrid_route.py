@@ -25,7 +25,7 @@ from tests.e2e.standin_route import (
     running_route,
     said,
 )
-from tests.harness import HttpReply, is_alive, wait_until
+from tests.harness import HttpReply, is_alive
 from tests.standins import tiny_decoder
 
 CONFIG = """
@@ -485,23 +485,6 @@ def test_policy_header_of_another_word_is_a_400_that_lists_the_words(route: Rout
     assert all(word in message for word in ("sometimes", "auto", "always", "never", "strict"))
     assert route.backend() == []
     assert route.runs() == []
-
-
-def test_client_that_leaves_while_the_provider_runs_ends_the_run(route: Route) -> None:
-    """The run is killed, the slot is free, and the record says whose doing it was."""
-    route.behave(provider="ignore_term")
-    connection = route.daemon.connect()
-    body = json.dumps({"messages": [{"role": "user", "content": HELLO}], "stream": True})
-    connection.request("POST", "/v1/chat/completions", body, {"X-Request-Id": "leaver"})
-    (run,) = wait_until(route.runs, "the provider runs")
-    assert route.daemon.status()["provider"]["state"] == "running"
-    assert route.daemon.status()["slot"]["phase"] == "prefill"
-    connection.close()
-    record = route.record_of("leaver")
-    assert (record["outcome"], record["reason"]) == ("cancelled", "client_gone")
-    assert route.counted() == {"cancelled": 1, "client_gone": 1}
-    assert not Path(f"/proc/{run['pid']}").exists()
-    assert route.backend("/v1/chat/completions") == []
 
 
 def test_failures_that_have_no_daemon_of_their_own_are_errors_when_so_configured() -> None:

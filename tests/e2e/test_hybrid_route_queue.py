@@ -185,24 +185,6 @@ def test_request_too_many_is_refused_at_once(route: Route) -> None:
         wait_until(lambda: route.counted() == expected, "all counted")
 
 
-def test_client_that_waits_in_the_line_and_leaves_is_not_served(route: Route) -> None:
-    """Nothing of it reaches the decoder's slot."""
-    route.behave(decoder=SLOWLY)
-    with Stream(route, "first", max_tokens=TOKENS) as first:
-        first.wait_event()
-        connection = route.daemon.connect()
-        body = json.dumps({"prompt": "left", "max_tokens": 1})
-        headers = {"X-Request-Id": "leaver", "X-Onebit-Handoff": "never"}
-        connection.request("POST", "/v1/completions", body, headers)
-        wait_pending(route, 1)
-        connection.close()
-        record = route.record_of("leaver")
-        assert (record["outcome"], record["reason"]) == ("cancelled", "client_gone")
-        route.behave()
-        assert b"[DONE]" in first.rest()
-        assert route.backend("/v1/completions") == []
-
-
 def test_stream_that_waits_for_its_prompt_gets_comments_then_its_reply(route: Route) -> None:
     """SSE comments keep proxies and clients from giving up; the events follow unchanged."""
     route.behave(provider="sleep:1")

@@ -114,6 +114,8 @@ def test_man_page_passes_lint() -> None:
 COMMANDS = (
     "status",
     "handoffs",
+    "requests",
+    "cancel",
     "config",
     "reload",
     "lock",

@@ -114,6 +114,7 @@ class Rig:
         policy: Policy | None = None,
         path: str = COMPLETIONS,
         gone: Callable[[], bool] = lambda: False,
+        by_operator: bool = False,
         **more: Any,
     ) -> AsyncIterator[Any]:
         """Begin a request and forward it; yields (exchange, reply)."""
@@ -121,7 +122,9 @@ class Rig:
         body = json.dumps({**field, "max_tokens": 5, **more}).encode()
         parsed = request.parse(path, body)
         self.handoffs.breaker.reset()  # one fault after the other is what many tests are about
-        async with self.handoffs.exchange(path, parsed, policy, "r1", gone) as exchange:
+        async with self.handoffs.exchange(
+            path, parsed, policy, "r1", gone, lambda: by_operator
+        ) as exchange:
             headers = [(b"host", b"x"), (b"content-type", b"application/json")]
             yield exchange, await exchange.open(b"POST", path.encode(), headers, body)
 
@@ -599,9 +602,17 @@ async def test_exchange_handoff_the_decoder_made_no_use_of_is_wasted(
         assert asked.record["evaluated_tokens"] == TOKENS
 
 
-@pytest.mark.parametrize(("gone", "reason"), [(True, "client_gone"), (False, "draining")])
+@pytest.mark.parametrize(
+    ("gone", "by_operator", "reason"),
+    [
+        (True, False, "client_gone"),
+        (False, True, "operator"),
+        (True, True, "operator"),
+        (False, False, "draining"),
+    ],
+)
 async def test_exchange_cancelled_during_the_prefill_leaves_nothing(
-    place: Home, gone: bool, reason: str
+    place: Home, gone: bool, by_operator: bool, reason: str
 ) -> None:
     """The provider is killed, lock and slot are free; the record says who gave up and where."""
     async with rigged(place) as rig:
@@ -609,7 +620,7 @@ async def test_exchange_cancelled_during_the_prefill_leaves_nothing(
         async with trio.open_nursery() as nursery:
 
             async def ask() -> None:
-                async with rig.exchange(gone=lambda: gone):
+                async with rig.exchange(gone=lambda: gone, by_operator=by_operator):
                     pass
 
             nursery.start_soon(ask)
@@ -622,7 +633,9 @@ async def test_exchange_cancelled_during_the_prefill_leaves_nothing(
             nursery.cancel_scope.cancel()
         assert not is_alive(run["pid"])
         assert (rig.last()["outcome"], rig.last()["reason"]) == ("cancelled", reason)
-        if gone:
+        if by_operator:
+            assert rig.last()["detail"] == "the operator cancelled it in phase prefill"
+        elif gone:
             assert rig.last()["detail"] == "the client left in phase prefill"
         assert rig.nothing_is_left()
 

@@ -15,6 +15,7 @@ import structlog
 import trio
 import trio.testing
 
+from onebitd.adapters.process import Child
 from onebitd.core import state_file
 from onebitd.core.backend_state import BackendState
 from onebitd.core.errors import BackendFailed, RequestError
@@ -455,3 +456,27 @@ async def test_supervisor_flood_of_lines_is_cut_short_and_counted_at_its_end(pla
     assert len(lines) + sum(note["count"] for note in notes) == 20001
     assert notes[-1]["line"] == f"{notes[-1]['count']} lines of the decoder were left out"
     assert {(note["source"], note["log_level"]) for note in notes} == {("decoder", "warning")}
+
+
+async def test_kill_decoder_that_does_not_die_is_left_behind_and_replaced(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits in the kernel for a device outlives SIGKILL; requests do not wait for it."""
+    monkeypatch.setattr(module, "_STOP_KILL_GRACE_S", 0.2)
+    supervisor = place.supervisor()
+    async with running(supervisor) as facts:
+        stuck = supervisor._child
+        assert stuck is not None
+        with structlog.testing.capture_logs() as logs, trio.fail_after(30):
+            with monkeypatch.context() as patched:
+                patched.setattr(Child, "signal", lambda self, number: None)
+                supervisor.kill("it hung: a test")
+                while not supervisor.last_exit:
+                    await trio.sleep(0.01)
+            assert is_alive(stuck.pid)
+            found = await supervisor.wait_restarted(facts.generation)
+        assert found.generation == facts.generation + 1
+        assert supervisor.pid != stuck.pid
+        assert supervisor.last_exit.reason == "it hung: a test (it does not die)"
+        assert "backend_stuck" in [one["event"] for one in logs]
+        assert await stuck.stop(term_grace_s=0, kill_grace_s=10)

@@ -7,6 +7,7 @@ llama-server that do not matter here are passed over with their values. What it 
 --record FILE              one JSON line for each request: n, at, method, target, headers, body, pid
                            and FILE.end one at its end: n, end, pid. Times are CLOCK_MONOTONIC.
 --knobs FILE               more of the arguments below, read anew for each request
+--for-pid N                in FILE: it is meant for this process, not for the next decoder
 --load-delay S             answer 503 for this long after the start
 --token-delay S            read anew for each token
 --prefill-delay-per-token S
@@ -15,10 +16,16 @@ llama-server that do not matter here are passed over with their values. What it 
                            generation, before its head) or token (in its third token); with TIMES
                            only so often, counted in --count-file FILE
 --hang-on WHAT[:TIMES]     say nothing more instead
+--hold-on WHAT             say nothing, at one of these but load, until the client has left or the
+                           knob is gone
 --crash-after N            abort in place of generation N+1
 --restore-short            n_restored one less than true
 --restore-refuse           as for a file that is not good
 --reply-500-after-restore  for the generation that comes next
+--reply-500-on WHAT[:TIMES] a completion, or all but health
+--garbage-on WHAT[:TIMES]  answer a completion with what is no HTTP
+--close-on WHAT[:TIMES]    hang up on a completion without a word
+--cut-body N               die after N bytes of a completion's JSON body
 --truncate-stream N        hang up after N events
 FAKE_LLAMA_DEVICES         environment: names for --list-devices, separated by commas
 
@@ -52,7 +59,8 @@ _VALUED_WORDS = """
     -m --model --alias --host --slot-save-path -c --ctx-size -np --parallel --cache-ram -cram
     --device -dev -ngl -t --threads -tb -b -ub -fa -ctk -ctv --seed --temp -lv --chat-template
     --record --knobs --load-delay --token-delay --prefill-delay-per-token --crash-on --count-file
-    --hang-on --crash-after --truncate-stream
+    --hang-on --hold-on --crash-after --truncate-stream --for-pid --reply-500-on --garbage-on
+    --close-on --cut-body
 """
 _SWITCH_WORDS = """
     --swa-full --metrics --no-webui --jinja --no-warmup --list-devices --ignore-sigterm
@@ -150,11 +158,13 @@ class Server(ThreadingHTTPServer):
         """Return all arguments as they are now."""
         args = read_args(self._words)
         with contextlib.suppress(KeyError, FileNotFoundError):
-            args |= read_args(Path(args["--knobs"]).read_text().split())
+            more = read_args(Path(args["--knobs"]).read_text().split())
+            if more.get("--for-pid") in (None, str(os.getpid())):
+                args |= more
         return args
 
     def is_due(self, flag: str, what: str, args: dict[str, str]) -> bool:
-        """Say whether --crash-on or --hang-on means this moment."""
+        """Say whether --crash-on or another such flag means this moment."""
         name, _, times = args.get(flag, "").partition(":")
         if name != what:
             return False
@@ -166,12 +176,19 @@ class Server(ThreadingHTTPServer):
             counter.write_text(str(done + 1))
         return done < int(times)
 
-    def moment(self, what: str, args: dict[str, str]) -> None:
-        """Crash or hang if told to."""
+    def moment(
+        self, what: str, args: dict[str, str], gone: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Crash, hang or wait if told to."""
         if self.is_due("--crash-on", what, args):
             crash(what)
         if self.is_due("--hang-on", what, args):
             time.sleep(_HOUR_S)
+        if args.get("--hold-on") == what:
+            while self.knobs().get("--hold-on") == what and not self.slot.stopping:
+                if gone():
+                    raise ClientLeft
+                time.sleep(0.005)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -221,7 +238,15 @@ class Handler(BaseHTTPRequestHandler):
                 server.in_flight -= 1
             self.record_end(number)
 
-    do_POST = do_DELETE = do_PUT = do_GET
+    do_POST = do_DELETE = do_PUT = do_OPTIONS = do_HEAD = do_PATCH = do_TRACE = do_GET
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a head that cannot be read, as the real one's HTTP library does."""
+        del code, explain
+        self.close_connection = True
+        self.command = self.command or "GET"
+        self.args = self.server.knobs()
+        self.reply({"error": {"code": 400, "message": message, "type": "bad_request"}}, 400)
 
     last_write: float | None = None
     """When the last bytes went out. Taken before they do: this thread may be late afterwards, and
@@ -265,8 +290,25 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         self.last_write = time.monotonic()
         self.end_headers()
-        self.wfile.write(data)
+        if "--cut-body" in self.args and "completion" in self.path:
+            self.wfile.write(data[: int(self.args["--cut-body"])])
+            self.wfile.flush()
+            crash("body")
+        if self.command != "HEAD":
+            self.wfile.write(data)
         self.wfile.flush()
+
+    def fail(self, what: str) -> None:
+        """Answer with an error, with garbage or not at all if told to."""
+        server, args = self.server, self.args
+        if server.is_due("--reply-500-on", what, args):
+            raise Refused(500, "server_error", _ANSWERS_500)
+        if server.is_due("--garbage-on", what, args):
+            self.wfile.write(b"\x15\x03\x01\x00\x02\x02\x16\r\n\r\n")
+            self.wfile.flush()
+            raise ClientLeft
+        if server.is_due("--close-on", what, args):
+            raise ClientLeft
 
     def document(self) -> dict[str, Any]:
         """Return the body's JSON object."""
@@ -281,11 +323,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         """Find what is asked for."""
+        if self.command == "OPTIONS":
+            self.options()
+            return
         target = urlsplit(self.path)
         if target.path in ("/health", "/v1/health"):
-            self.server.moment("health", self.args)
+            self.server.moment("health", self.args, self.gone)
         if time.monotonic() < self.server.ready_at:
             raise Refused(503, "unavailable_error", "Loading model")
+        if not target.path.endswith("/health"):
+            self.fail("all")
         if self.command == "POST" and target.path.startswith("/slots/"):
             self.slot_action(parse_qs(target.query).get("action", [""])[0])
             return
@@ -309,6 +356,17 @@ class Handler(BaseHTTPRequestHandler):
         if route is None:
             raise Refused(404, "not_found_error", "File Not Found")
         route()
+
+    def options(self) -> None:
+        """Let every page do everything, as llama-server does."""
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.send_header("Access-Control-Allow-Origin", self.headers.get("Origin", ""))
+        self.send_header("Access-Control-Allow-Credentials", "true")
+        self.send_header("Access-Control-Allow-Methods", "GET, POST, DELETE, OPTIONS")
+        self.send_header("Access-Control-Allow-Headers", "*")
+        self.end_headers()
+        self.wfile.flush()
 
     def page(self) -> None:
         """Send the web page."""
@@ -351,7 +409,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def apply_template(self) -> None:
         """Answer with the prompt of a chat body."""
-        self.server.moment("apply-template", self.args)
+        self.server.moment("apply-template", self.args, self.gone)
         self.reply({"prompt": self.chat_prompt(self.document())})
 
     def chat_prompt(self, body: dict[str, Any]) -> str:
@@ -368,7 +426,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def tokenize(self) -> None:
         """Answer with the ids of a text."""
-        self.server.moment("tokenize", self.args)
+        self.server.moment("tokenize", self.args, self.gone)
         body = self.document()
         content = body.get("content", "")
         special = body.get("parse_special", True)
@@ -407,7 +465,7 @@ class Handler(BaseHTTPRequestHandler):
         if action == "save":
             done["n_saved"], done["n_written"] = slot.save(path, self.gone)
         else:
-            server.moment("restore", self.args)
+            server.moment("restore", self.args, self.gone)
             if "--restore-refuse" in self.args:
                 path = path.with_name("restore-refuse")
             done["n_restored"], done["n_read"] = slot.restore(path, self.gone)
@@ -479,7 +537,8 @@ class Generation:
             server.generations += 1
             if server.generations > int(args.get("--crash-after", "1000000000")):
                 crash("completion")
-            server.moment("completion", args)
+            server.moment("completion", args, self._handler.gone)
+            self._handler.fail("completion")
             restored, server.just_restored = server.just_restored, False
             if restored and "--reply-500-after-restore" in args:
                 raise Refused(500, "server_error", _ANSWERS_500)
@@ -520,7 +579,7 @@ class Generation:
         tokens = self._server.slot.generate(self._count, self._pause_s, self._handler.gone)
         for index, token in enumerate(tokens):
             if index == 2:
-                self._server.moment("token", self._args)
+                self._server.moment("token", self._args, self._handler.gone)
             yield token
 
     def _pause_s(self) -> float:

@@ -24,6 +24,7 @@ from onebitd.core.control_api import (
     ProviderStatus,
     QueueStatus,
     ReloadAnswer,
+    RequestInFlight,
     SlotStatus,
     Status,
 )
@@ -79,6 +80,7 @@ class FakeView:
         self.reloaded: ReloadAnswer | Exception = ReloadAnswer([], [], [])
         self.resets = [ProviderReset(0, "closed")]
         self.learned = Costs()
+        self.serving: list[RequestInFlight] = []
 
     def status(self) -> Status:
         """Return a healthy status with the test's changes, or fail."""
@@ -95,6 +97,16 @@ class FakeView:
     def reset_provider(self) -> ProviderReset:
         """Answer what the test put there."""
         return self.resets[-1]
+
+    def requests(self) -> list[RequestInFlight]:
+        """Return what the test put there."""
+        return self.serving
+
+    def cancel(self, request_id: str) -> int:
+        """Take the requests of this id away."""
+        before = len(self.serving)
+        self.serving = [one for one in self.serving if one.request_id != request_id]
+        return before - len(self.serving)
 
     def config(self) -> dict[str, dict[str, Any]]:
         """Return four settings."""
@@ -118,7 +130,7 @@ class FakeView:
 
 def control_app(view: FakeView) -> QuartTrio:
     """Return the control API of a daemon that is this view."""
-    return create_control_app(view, view.reload, view.reset_provider)
+    return create_control_app(view, view.reload, view.reset_provider, view.cancel)
 
 
 @contextlib.asynccontextmanager

@@ -20,7 +20,7 @@ import pytest
 import trio
 
 from onebitd import __version__
-from onebitd.core.control_api import ProviderReset, ReloadAnswer
+from onebitd.core.control_api import ProviderReset, ReloadAnswer, RequestInFlight
 from onebitd.core.errors import ConfigError
 from onebitd.core.handoff import Outcome, Reason
 from tests.surfaces.control_server import FakeView, control_app, make_record, serve_unix
@@ -112,6 +112,30 @@ async def test_provider_reset_prints_what_it_cleared(served: Served) -> None:
         "failures": 2,
         "route_off": "of no use",
     }
+
+
+async def test_requests_are_a_table_and_cancel_ends_one(served: Served) -> None:
+    """The id that the table shows is the one that cancel takes; one that is gone is status 1."""
+    done = await served.run("requests")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "nothing is in flight\n", "")
+    one = RequestInFlight("a'b", "POST", "/v1/chat/completions", "decode", 2.13, True, 307, 12)
+    served.view.serving = [one, RequestInFlight("x" * 36, "GET", "/v1/models", "pass", 61.0)]
+    done = await served.run("requests")
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[1].split() == ["decode", "2.1", "s", "307", "12", one.path, "a'b"]
+    done = await served.run("requests", "--json")
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        one.to_json() for one in served.view.serving
+    ]
+    done = await served.run("cancel", "a'b")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "cancelled 1 request\n", "")
+    done = await served.run("cancel", "--json", "a'b")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert 'no request "a\'b" is in flight' in done.stderr
+    served.view.serving *= 2
+    done = await served.run("cancel", "--json", "x" * 36)
+    assert json.loads(done.stdout) == {"cancelled": 2}
 
 
 async def test_handoffs_table_is_aligned_and_ends_with_reasons(served: Served) -> None:

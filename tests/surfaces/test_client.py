@@ -153,6 +153,17 @@ def test_client_answer_of_something_else_is_bad(short_tmp: Path, answer: bytes, 
     assert caught.value.exit_status == 1
 
 
+def test_client_refused_by_the_daemon_is_a_matter_of_permission(short_tmp: Path) -> None:
+    """The socket's mode let us in, the daemon does not: exit status 4, in its words."""
+    answer = reply(b'{"error": {"message": "join the group x"}}', "403 Forbidden")
+    with (
+        answering(short_tmp / "c", answer),
+        pytest.raises(client.AccessDenied, match="join the group x") as caught,
+    ):
+        client.ControlClient(str(short_tmp / "c")).status()
+    assert caught.value.exit_status == 4
+
+
 def test_client_follow_connection_that_breaks_ends_the_iteration(short_tmp: Path) -> None:
     """A killed daemon is the end of the stream, not an error in the middle of it."""
     answer = b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\na\r\n{"a": 12}\n\r\n'

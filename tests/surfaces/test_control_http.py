@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from onebitd.core.control_api import ProviderReset, ReloadAnswer
+from onebitd.core.control_api import ProviderReset, ReloadAnswer, RequestInFlight
 from onebitd.core.errors import ConfigError, RequestError
 from onebitd.core.handoff import Outcome, Reason
 from onebitd.services.history import FOLLOWER_RECORDS
@@ -32,13 +32,16 @@ class Control:
         self.view = view
         self.server_scope = scope
 
-    async def ask(self, target: str, method: str = "GET") -> tuple[int, dict[str, str], Any]:
+    async def ask(
+        self, target: str, method: str = "GET", body: str = ""
+    ) -> tuple[int, dict[str, str], Any]:
         """Send one request; return status, headers and the JSON of the reply."""
-        stream = await talk(self.path, f"{method} {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        stream = await talk(self.path, (head + body).encode())
         async with stream:
-            status, headers, body = await read_reply(stream)
+            status, headers, answer = await read_reply(stream)
         assert headers["content-type"] == "application/json"
-        return status, headers, json.loads(body)
+        return status, headers, json.loads(answer)
 
     async def follow(self, query: str = "") -> Follow:
         """Open a followed reply and wait for its head."""
@@ -100,6 +103,49 @@ async def test_status_is_the_whole_of_the_dataclass_in_its_order(control: Contro
     assert body == control.view.status().to_json()
     assert list(body)[:5] == ["version", "instance", "pid", "uptime_s", "state"]
     assert body["handoffs"]["by_reason"] == {"lock_busy": 1}
+
+
+async def test_requests_are_those_of_the_view_in_its_order(control: Control) -> None:
+    """`/v1/requests` says what is known of each, null for the rest."""
+    assert (await control.ask("/v1/requests"))[2] == {"requests": []}
+    known = RequestInFlight("a", "POST", "/v1/completions", "decode", 1.5, True, 307, 12)
+    control.view.serving = [known, RequestInFlight("b", "GET", "/v1/models", "pass", 0.1)]
+    status, _, body = await control.ask("/v1/requests")
+    assert status == 200
+    assert body["requests"] == [one.to_json() for one in control.view.serving]
+    assert list(body["requests"][0].values()) == [
+        *("a", "POST", "/v1/completions", "decode", 1.5, True, 307, 12)
+    ]
+    assert body["requests"][1]["prompt_tokens"] is None
+
+
+async def test_cancel_ends_what_has_the_id_and_counts_it(control: Control) -> None:
+    """Two of the same id are two; the third stays; a second cancel finds none."""
+    control.view.serving = [
+        RequestInFlight(name, "POST", "/", "decode", 1.0) for name in ("a", "b", "a")
+    ]
+    asked = ("/v1/requests/cancel", "POST", '{"request_id": "a"}')
+    status, _, body = await control.ask(*asked)
+    assert (status, body) == (200, {"cancelled": 2})
+    assert [one.request_id for one in control.view.serving] == ["b"]
+    status, _, body = await control.ask(*asked)
+    assert (status, body["error"]["code"], body["error"]["type"]) == (404, 404, "not_found_error")
+    assert "'a'" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body", ["", "a", '"a"', "[]", "{}", '{"request_id": 1}', '{"request_id": ""}', "[" * 5000]
+)
+async def test_cancel_without_an_id_is_a_400_that_shows_the_body(
+    control: Control, body: str
+) -> None:
+    """Nothing is ended by a typing error."""
+    control.view.serving = [RequestInFlight("a", "POST", "/", "decode", 1.0)]
+    status, _, answer = await control.ask("/v1/requests/cancel", "POST", body)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert '{"request_id": ID}' in answer["error"]["message"]
+    assert control.view.serving
+    assert (await control.ask("/v1/requests/cancel"))[0] == 405
 
 
 async def test_config_is_value_and_source_of_each_key(control: Control) -> None:

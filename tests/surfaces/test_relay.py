@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import trio
 import trio.testing
 
+from onebitd.adapters.http_server import HttpServer
 from onebitd.adapters.llama_server import Reply
 from onebitd.core.errors import BackendError, BackendGone, RequestError
 from onebitd.core.http1 import body_reader
@@ -18,16 +21,26 @@ from onebitd.surfaces.relay import Client, ClientGone, Headers
 
 STREAM: Headers = [(b"content-type", b"text/event-stream"), (b"transfer-encoding", b"chunked")]
 JSON: Headers = [(b"content-type", b"application/json"), (b"content-length", b"10")]
+CHUNKED: Headers = [(b"transfer-encoding", b"chunked")]
 COMMENT = b": waiting for the prompt\n\n"
 MIB = 1 << 20
+CANCELLED = RequestError(503, "the request was cancelled", kind="cancelled_error")
 
 
 class Server:
-    """Plays the ASGI server: `sent` is what the client would see; `leave` closes its end."""
+    """Plays the ASGI server: `sent` is what the client would see; `leave` closes its end.
+
+    `may_send` is replaced by a test whose client does not read. What is cancelled while it is being
+    sent is lost, or with `sends_first` has been sent.
+    """
 
     def __init__(self, headers: Headers | None = None, body: tuple[bytes, ...] = (b"",)) -> None:
         self.sent: list[Any] = []
-        self._to_app, self._messages = trio.open_memory_channel[Any](100)
+        self.may_send = trio.Event()
+        self.may_send.set()
+        self.sends_first = False
+        self._is_sending = False
+        self.to_app, self._messages = trio.open_memory_channel[Any](100)
         for number, piece in enumerate(body):
             more = number + 1 < len(body)
             self._put({"type": "http.request", "body": piece, "more_body": more})
@@ -45,11 +58,20 @@ class Server:
         }
 
     def _put(self, message: Any) -> None:
-        self._to_app.send_nowait(message)
+        self.to_app.send_nowait(message)
 
     async def _send(self, message: Any) -> None:
-        await trio.lowlevel.checkpoint()
-        self.sent.append(message)
+        assert not self._is_sending, "two sends at once"
+        self._is_sending = True
+        if self.sends_first:
+            self.sent.append(message)
+        try:
+            await trio.lowlevel.checkpoint()
+            await self.may_send.wait()
+        finally:
+            self._is_sending = False
+        if not self.sends_first:
+            self.sent.append(message)
         if message["type"] == "http.response.body" and not message["more_body"]:
             self.leave()  # as hypercorn does after a reply's end
 
@@ -83,14 +105,41 @@ class Server:
         return json.loads(last[6:])["error"]
 
 
+class Told:
+    """A reply without a socket, for tests on a virtual clock: `say` is what `read` returns."""
+
+    ended = False
+
+    def __init__(self, status: int = 200, headers: Headers | None = None) -> None:
+        self.status = status
+        self.headers = STREAM if headers is None else headers
+        self._say, self._said = trio.open_memory_channel[bytes | Exception](10)
+
+    def say(self, data: bytes | Exception) -> None:
+        """Let the next read return this, or fail with it."""
+        self._say.send_nowait(data)
+
+    async def read(self) -> bytes:
+        """Return what comes next."""
+        found = await self._said.receive()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def read_all(self) -> bytes:
+        """Return one piece."""
+        return await self.read()
+
+
 class Backend:
     """The decoder's end of one reply's connection."""
 
     def __init__(self, status: int, headers: Headers, method: bytes = b"POST") -> None:
-        ours, theirs = trio.socket.socketpair()
-        self._stream = trio.SocketStream(theirs)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
         reader = body_reader(method, status, headers)
-        self.reply = Reply(trio.SocketStream(ours), status, headers, reader, b"")
+        self.reply = Reply(ours, status, headers, reader, b"")
         self._chunked = isinstance(reader, type(body_reader(b"POST", 200, STREAM)))
 
     async def say(self, data: bytes) -> None:
@@ -151,7 +200,7 @@ def test_client_forwarded_headers_leave_out_what_is_of_one_connection() -> None:
 
 async def test_read_body_pieces_are_put_together() -> None:
     """However it was cut, up to the limit itself."""
-    server = Server(body=(b"a" * MIB, b"", b"b"))
+    server = Server(CHUNKED, body=(b"a" * MIB, b"", b"b"))
     assert await server.client.read_body(MIB + 1) == b"a" * MIB + b"b"
 
 
@@ -159,13 +208,13 @@ async def test_read_body_pieces_are_put_together() -> None:
     ("headers", "body"),
     [
         ([(b"content-length", b"1048577")], (b"never read",)),
-        ([], (b"a" * MIB, b"b")),
+        (CHUNKED, (b"a" * MIB, b"b")),
         ([(b"content-length", b"1")], (b"a" * MIB, b"b")),
     ],
     ids=["declared", "counted", "lied"],
 )
 async def test_read_body_over_the_limit_is_413_naming_it(
-    headers: Headers, body: tuple[bytes, ...]
+    headers: Headers, body: tuple[bytes, ...], autojump_clock: trio.testing.MockClock
 ) -> None:
     """By its header, before anything is read, or by its bytes."""
     server = Server(headers, body)
@@ -176,13 +225,94 @@ async def test_read_body_over_the_limit_is_413_naming_it(
 
 async def test_read_body_client_that_leaves_before_its_end_is_gone() -> None:
     """Half a request is none."""
-    server = Server(body=(b"half", b"never"))
+    server = Server(CHUNKED, body=(b"half", b"never"))
     server._messages.receive_nowait()
     server._messages.receive_nowait()
     server._put({"type": "http.request", "body": b"half", "more_body": True})
     server.leave()
     with pytest.raises(ClientGone):
         await server.client.read_body(MIB)
+
+
+@pytest.mark.parametrize("headers", [[], [(b"content-length", b"0")]])
+async def test_read_body_of_a_request_without_one_waits_for_nothing(headers: Headers) -> None:
+    """Its head says so."""
+    assert await Server(headers, body=()).client.read_body(MIB) == b""
+
+
+@pytest.mark.parametrize(
+    ("piece", "pause_s", "ends_after_s"),
+    [
+        (b"", math.inf, 60.0),
+        (b"x", 25.0, 60.0),
+        (b"x" * 1000, 1.0, 60.0),
+        (b"x" * 100_000, 59.0, None),
+        (b"x" * 1100, 1.0, None),
+    ],
+    ids=["silent", "a_byte_now_and_then", "too_slow", "in_bursts", "just_fast_enough"],
+)
+async def test_read_body_that_hardly_goes_on_is_408_after_a_minute(
+    piece: bytes,
+    pause_s: float,
+    ends_after_s: float | None,
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Silence, or a mean under 1 KiB/s from the first minute on; nobody else is hurried."""
+    server = Server(CHUNKED, body=())
+
+    async def trickle() -> None:
+        for number in range(100):
+            more = number < 99
+            await server.to_app.send({"type": "http.request", "body": piece, "more_body": more})
+            await trio.sleep(pause_s)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trickle)
+        if ends_after_s is None:
+            assert await server.client.read_body(1 << 30) == piece * 100
+            return nursery.cancel_scope.cancel()
+        started = trio.current_time()
+        with pytest.raises(RequestError, match="did not go on") as caught:
+            await server.client.read_body(MIB)
+        assert (caught.value.status, trio.current_time() - started) == (408, ends_after_s)
+        nursery.cancel_scope.cancel()
+
+
+async def _answer_with_the_body(scope: Any, receive: Any, send: Any) -> None:
+    client = Client(scope, receive, send)
+    try:
+        await client.send_whole(200, [], await client.read_body(MIB))
+    except RequestError as error:
+        await client.send_error(error, [])
+
+
+@pytest.mark.parametrize("last", [b"", b"a" * MIB], ids=["small", "over_the_limit"])
+async def test_read_body_chunked_on_a_real_connection(last: bytes) -> None:
+    """After 100 Continue where it is asked for, in pieces of any size, and never beyond the limit.
+
+    A client that curl calls `--expect100-timeout` waits for its 100 before it sends a byte.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(HttpServer(_answer_with_the_body, [listener]).run)
+        stream = await trio.open_tcp_stream(*listener.getsockname())
+        async with stream:
+            await stream.send_all(
+                b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+                b"Expect: 100-continue\r\n\r\n"
+            )
+            with trio.fail_after(20):
+                assert (await stream.receive_some()).startswith(b"HTTP/1.1 100 ")
+                for piece in filter(None, (b"hello ", b"world", last)):
+                    await stream.send_all(b"%x;ext=1\r\n" % len(piece))
+                    await stream.send_all(piece + b"\r\n")
+                await stream.send_all(b"0\r\nX-Trailer: 1\r\n\r\n")
+                reply = b""
+                while not reply.endswith((b"hello world", b"}")):
+                    reply += await stream.receive_some()
+        assert reply.startswith(b"HTTP/1.1 413 " if last else b"HTTP/1.1 200 ")
+        nursery.cancel_scope.cancel()
 
 
 async def test_send_reply_relays_status_headers_and_bytes() -> None:
@@ -200,6 +330,7 @@ async def test_send_reply_relays_status_headers_and_bytes() -> None:
     await server.client.run(work)
     assert server.head == (418, [*JSON, (b"server", b"l"), (b"x-a", b"1")])
     assert (server.body, b"".join(seen), server.ended) == (b"0123456789",) * 2 + (True,)
+    assert len(server.sent) == 2, "a reply that is there whole is sent whole"
     assert not server.client.gone, "the server's own disconnect at the end is not the client's"
 
 
@@ -237,36 +368,201 @@ async def test_run_silent_stream_gets_comments_until_its_first_byte_only(
     """keepalive_s apart, after a 200 head of ours; none once the decoder speaks."""
     server = Server()
     server.client.keepalive_s = 10.0
-    speak, go_on = trio.Event(), trio.Event()
-
-    class Slow:
-        """A reply without a socket: autojump cannot see those."""
-
-        status, headers = 200, STREAM
-        said = 0
-
-        async def read(self) -> bytes:
-            self.said += 1
-            if self.said == 1:
-                await speak.wait()
-                return b"data: 1\n\n"
-            if self.said == 2:
-                await go_on.wait()
-            return b""
+    reply = Told()
 
     async def work() -> None:
-        await server.client.send_reply(Slow(), [])  # type: ignore[arg-type]
+        await server.client.send_reply(reply, [])  # type: ignore[arg-type]
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(server.client.run, work)
         await trio.sleep(35)
         assert server.body == COMMENT * 3
-        speak.set()
+        reply.say(b"data: 1\n\n")
         await trio.sleep(100)
         assert server.body == COMMENT * 3 + b"data: 1\n\n"
-        go_on.set()
+        reply.say(b"")
     assert server.head == (200, [STREAM[0]])
     assert server.ended
+
+
+async def test_run_first_comments_head_has_what_is_ours(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Before there is a reply; the reply's own head then comes too late and is left out."""
+    server = Server()
+    server.client.keepalive_s = 10.0
+    server.client.early_headers = [(b"x-request-id", b"r1")]
+    reply = Told()
+
+    async def work() -> None:
+        await trio.sleep(25)
+        reply.say(b"data: 1\n\n")
+        reply.say(b"")
+        await server.client.send_reply(reply, [(b"x-late", b"1")])  # type: ignore[arg-type]
+
+    await server.client.run(work)
+    assert server.head == (200, [STREAM[0], (b"x-request-id", b"r1")])
+    assert (server.body, server.ended) == (COMMENT * 2 + b"data: 1\n\n", True)
+
+
+async def test_run_comment_that_the_client_does_not_take_is_waited_for(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Neither the reply's first words nor an error come between its head and itself."""
+    for end in (b"data: 1\n\n", BackendGone("planted")):
+        server = Server()
+        server.client.keepalive_s = 10.0
+        server.may_send = trio.Event()
+        reply = Told()
+        reply.say(b"data: 0\n\n")
+        reply.say(end)
+        reply.say(b"")
+
+        async def work(server: Server = server, reply: Told = reply) -> None:
+            await trio.sleep(11)
+            await server.client.send_reply(reply, [])  # type: ignore[arg-type]
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.client.run, work)
+            await trio.sleep(50)
+            assert server.sent == []
+            server.may_send.set()
+        assert server.head[0] == 200
+        assert server.body.startswith(COMMENT + b"data: 0\n\ndata: ")
+        assert server.ended
+
+
+async def test_run_error_status_whose_words_are_late_is_the_real_one(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The decoder has answered: no comment takes the place of that (the bug: its JSON followed)."""
+    server = Server()
+    server.client.keepalive_s = 10.0
+    reply = Told(400, JSON)
+
+    async def work() -> None:
+        await server.client.send_reply(reply, [])  # type: ignore[arg-type]
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.client.run, work)
+        await trio.sleep(35)
+        assert server.sent == []
+        reply.say(b"0123456789")
+        reply.say(b"")
+    assert (server.head, server.body, server.ended) == ((400, JSON), b"0123456789", True)
+
+
+async def test_run_decoder_that_died_before_its_error_is_waited_for_with_comments(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """The next decoder may take as long as the first one."""
+    server = Server()
+    server.client.keepalive_s = 10.0
+    first, second = Told(500, JSON), Told()
+    first.say(BackendGone("planted"))
+
+    async def work() -> None:
+        with pytest.raises(BackendGone):
+            await server.client.send_reply(first, [])  # type: ignore[arg-type]
+        await trio.sleep(25)
+        second.say(b"data: 1\n\n")
+        second.say(b"")
+        await server.client.send_reply(second, [])  # type: ignore[arg-type]
+
+    await server.client.run(work)
+    assert (server.body, server.ended) == (COMMENT * 2 + b"data: 1\n\n", True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "reads"),
+    [(5, True), (15, True), (15, False)],
+    ids=["before_the_head", "after_a_comment", "while_the_head_is_sent"],
+)
+async def test_send_error_of_a_cancelled_request_that_has_no_reply_yet(
+    seconds: float, reads: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    """503 as its status while that can be said, and as an event from then on."""
+    server = Server()
+    server.client.keepalive_s = 10.0
+    async with trio.open_nursery() as nursery:
+        if not reads:
+            server.may_send = trio.Event()
+
+        async def go_on() -> None:
+            await trio.sleep(20)
+            server.may_send.set()
+
+        nursery.start_soon(go_on)
+        with trio.move_on_after(seconds):
+            await server.client.run(trio.sleep_forever)
+    await server.client.send_error(CANCELLED, [(b"x-request-id", b"r1")])
+    assert server.ended
+    if seconds < 10:
+        assert server.head[0] == 503
+        assert dict(server.head[1])[b"x-request-id"] == b"r1"
+        assert json.loads(server.body) == CANCELLED.body()
+    else:
+        assert server.head[0] == 200
+        assert server.error_event == CANCELLED.body()["error"]
+
+
+@pytest.mark.parametrize(
+    ("reads", "sends_first"),
+    [(True, False), (False, False), (False, True)],
+    ids=["waiting", "sending", "sent"],
+)
+async def test_send_error_of_a_cancelled_stream_is_its_last_event(
+    reads: bool, sends_first: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Well-formed, whatever the cancel came into, and nothing like [DONE] behind it."""
+    server = Server()
+    reply = Told()
+    reply.say(b"data: 1\n\n")
+    with trio.move_on_after(5):
+        async with trio.open_nursery() as nursery:
+
+            async def work() -> None:
+                await server.client.send_reply(reply, [])  # type: ignore[arg-type]
+
+            nursery.start_soon(server.client.run, work)
+            await trio.sleep(1)
+            server.sends_first = sends_first
+            if not reads:
+                server.may_send = trio.Event()
+            reply.say(b'data: {"half": ')
+    server.may_send.set()
+    await server.client.send_error(CANCELLED, [])
+    assert server.error_event == CANCELLED.body()["error"]
+    assert b"[DONE]" not in server.body
+    assert server.ended
+
+
+async def test_send_error_of_a_cancelled_json_reply_is_no_end_of_it(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """What has begun is cut."""
+    server = Server()
+    reply = Told(200, JSON)
+    reply.say(b"01234")
+
+    async def work() -> None:
+        await server.client.send_reply(reply, [])  # type: ignore[arg-type]
+
+    with trio.move_on_after(5):
+        await server.client.run(work)
+    await server.client.send_error(CANCELLED, [])
+    assert (server.body, server.ended) == (b"01234", False)
+
+
+async def test_send_reply_stream_broken_inside_an_event_does_not_swallow_the_error() -> None:
+    """A blank line ends what the decoder left half said."""
+    server = Server()
+    async with backend(200, STREAM) as decoder:
+        await decoder.say(b'data: 1\n\ndata: {"choi')
+        await decoder.hang_up()
+        await server.client.send_reply(decoder.reply, [])
+    assert server.body.startswith(b'data: 1\n\ndata: {"choi\n\ndata: ')
+    assert server.error_event["type"] == "server_error"
 
 
 async def test_run_status_that_comes_in_time_is_the_real_one(
