@@ -5,9 +5,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+CHAOS_ARGS ?=
+SOAK_ARGS ?=
+MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-rest test-side demo bench bench-gate deb clean $(VENV)
+.PHONY: help test test-rest test-side demo bench bench-gate chaos soak deb clean $(VENV)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -63,6 +66,12 @@ bench: $(VENV)/.installed ## measure the HTTP side beside nginx, and the handoff
 bench-gate: $(VENV)/.installed ## replay traces: is policy auto as fast as the better way? (20 min)
 	@$(BIN)/python -m tests.tools.fetch_llama demo
 	@$(BIN)/python -m tests.bench gate
+
+chaos: $(VENV)/.installed ## clients in a storm of faults (CHAOS_ARGS='--requests 20000 --seed 7')
+	@$(BIN)/python -m tests.chaos chaos $(CHAOS_ARGS)
+
+soak: $(VENV)/.installed ## clients for MINUTES=30: memory and descriptors must not grow
+	@$(BIN)/python -m tests.chaos soak --minutes $(MINUTES) $(SOAK_ARGS)
 
 deb: ## build dist/onebitd_VERSION_all.deb with Debian's tools
 	@$(PYTHON) units/debian/build.py

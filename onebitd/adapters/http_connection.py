@@ -220,7 +220,9 @@ class Connection:
             self._reading.deadline = self.idle_since + self._limits.keep_alive_s
 
     async def _go_on(self) -> None:
-        await self._protocol.go_on()
+        # Its client may have left since: it would never be told so, that has been done.
+        if self._phase is not _Phase.ENDED:
+            await self._protocol.go_on()
         self._moved_on.unpark_all()
 
     async def _refuse_late_head(self) -> None:

@@ -167,7 +167,8 @@ class HttpServer:
             connections.start_soon(connection.run)
 
     def _full(self) -> RequestError | None:
-        if len(self._connections) < self.max_connections or self._make_room():
+        surplus = len(self._connections) - self.max_connections + 1
+        if surplus <= 0 or self._make_room(surplus) == surplus:
             return None
         return RequestError(
             503,
@@ -177,13 +178,20 @@ class HttpServer:
             retry_after_s=_RETRY_AFTER_S,
         )
 
-    def _make_room(self) -> bool:
-        """Close the kept connection that has done nothing for the longest time, if there is one."""
+    def _make_room(self, wanted: int = 1) -> int:
+        """Close the kept connections that have done nothing for the longest time.
+
+        Returns:
+            how many, at most `wanted`; more than one when the limit was lowered.
+        """
+        closed = 0
         for connection in sorted(self._connections, key=lambda one: one.idle_since):
+            if closed == wanted:
+                break
             if connection.is_spare:
                 connection.close()
-                return True
-        return False
+                closed += 1
+        return closed
 
     def _turn_away(
         self, sock: socket.socket, error: RequestError, connections: trio.Nursery

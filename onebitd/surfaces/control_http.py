@@ -23,7 +23,7 @@ from onebitd.core.errors import ConfigError, RequestError
 from onebitd.core.handoff import Outcome
 from onebitd.services.history import Follower, History, parse_time
 from onebitd.surfaces.asgi_shield import shield_final_send
-from onebitd.surfaces.gate import refuse_pages
+from onebitd.surfaces.gate import guard_control
 
 DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 1000
@@ -76,7 +76,7 @@ def create_control_app(
     app = QuartTrio("onebitd.control")
     app.config["MAX_CONTENT_LENGTH"] = _MAX_BODY_BYTES
     app.json.sort_keys = False  # type: ignore[attr-defined] # the default provider has it
-    app.asgi_app = refuse_pages(shield_final_send(app.asgi_app))  # type: ignore[method-assign, assignment]
+    app.asgi_app = guard_control(shield_final_send(app.asgi_app))  # type: ignore[method-assign, assignment]
     app.register_error_handler(HTTPException, _render_error)
     app.register_error_handler(ConfigError, _render_refused)
     app.register_error_handler(RequestError, _render_not_now)

@@ -84,9 +84,7 @@ class Gate:
             return send
         try:
             self._check_key(scope["method"], headers)
-            query = scope["query_string"]
-            target = scope["raw_path"] + (b"?" + query if query else b"")
-            guards.check_request(scope["method"], target, scope["path"])
+            guards.check_request(scope["method"], _target_of(scope), scope["path"])
         except RequestError as error:
             await _turn_away(receive, send, error, head)
             return None
@@ -141,24 +139,42 @@ async def _send_whole(send: ASGISendCallable, status: int, headers: Headers, bod
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def refuse_pages(app: ASGIFramework) -> ASGIFramework:
-    """Return `app`, which then has a 403 for whatever says that it comes from a web page.
+def guard_control(app: ASGIFramework) -> ASGIFramework:
+    """Return `app`, which then has a 403 for what web pages send, and a 400 for odd targets.
 
     For the control socket. No browser reaches a Unix socket by itself; a proxy that somebody put in
-    front of one would let every page administer the daemon.
+    front of one would let every page administer the daemon. A target that is no plain path, such as
+    an absolute URL, is not for the framework to read: it fails on some.
     """
 
     async def guarded(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        head = dict(scope["headers"]) if scope["type"] == "http" else {}
-        if b"origin" in head:
-            error = RequestError(
-                403, "web pages may not use the control socket", kind="permission_error"
-            )
+        error = None
+        head = {}
+        if scope["type"] == "http":
+            head = dict(scope["headers"])
+            error = _why_not_control(head, _target_of(scope))
+        if error is not None:
             await _turn_away(receive, send, error, head)
         else:
             await app(scope, receive, send)
 
     return guarded
+
+
+def _why_not_control(head: guards.Head, target: bytes) -> RequestError | None:
+    if b"origin" in head:
+        return RequestError(
+            403, "web pages may not use the control socket", kind="permission_error"
+        )
+    if not guards.target_is_plain(target):
+        return RequestError(400, "the request target must be a plain path")
+    return None
+
+
+def _target_of(scope: HTTPScope) -> bytes:
+    """Return the request target as it was sent."""
+    query = scope["query_string"]
+    return scope["raw_path"] + (b"?" + query if query else b"")
 
 
 def _readable_by(origin: bytes, send: ASGISendCallable) -> ASGISendCallable:

@@ -82,13 +82,10 @@ class PublicApp:
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
     ) -> None:
         """Serve one request (ASGI)."""
-        if scope["type"] == "websocket":
-            await receive()
-            await send({"type": "websocket.close", "code": 1002, "reason": "HTTP only"})
-        elif scope["type"] == "http":
-            admitted = await self._rules.gate.admit(scope, receive, send)
-            if admitted is not None:
-                await self._serve(scope, receive, admitted)
+        assert scope["type"] == "http"  # noqa: S101 - the listener speaks nothing else
+        admitted = await self._rules.gate.admit(scope, receive, send)
+        if admitted is not None:
+            await self._serve(scope, receive, admitted)
 
     async def _serve(
         self, scope: HTTPScope, receive: ASGIReceiveCallable, send: ASGISendCallable

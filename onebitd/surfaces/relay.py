@@ -86,7 +86,8 @@ class Client:
 
     def forwarded_headers(self, *, drop: Sequence[bytes] = ()) -> Headers:
         """Return the headers that go on to the decoder."""
-        named = dict(self.headers).get(b"connection", b"").lower().split(b",")
+        fields = [value for name, value in self.headers if name == b"connection"]
+        named = b",".join(fields).lower().split(b",")
         dropped = _NOT_FORWARDED.union(drop, (token.strip() for token in named)) - {b"host"}
         return [(name, value) for name, value in self.headers if name not in dropped]
 

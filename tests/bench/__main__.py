@@ -255,7 +255,8 @@ def main() -> int:
     try:
         for part in relay_tables.TABLES:
             if part in args.parts:
-                say(relay_tables.TABLES[part](args.code, quick=args.quick))
+                wanted = relay_tables.Wanted(args.code, args.quick, args.rounds, args.lengths)
+                say(relay_tables.TABLES[part](wanted))
         against = [part for part in args.parts if part in ("handoff", "streaming")]
         if against:
             against_decoder(against, args, tmpfs)

@@ -31,11 +31,10 @@ class Extent:
     streams: Sequence[int] = STREAMS
     requests: int = 100
     leaves: int = 9
-    counts: bool = True
     idle_s: float = 20.0
 
 
-QUICK = Extent(1, 0.4, (1, 8), 10, 2, counts=False, idle_s=2.0)
+QUICK = Extent(1, 0.4, (1, 8), 10, 2, idle_s=2.0)
 
 
 @dataclass(frozen=True)

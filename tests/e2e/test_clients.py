@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -266,36 +267,23 @@ def test_openai_chat_whole_and_streamed_are_the_same(client: openai.OpenAI, rout
     used(route, "openai-2")
 
 
-async def test_openai_async_client_streams_two_at_a_time(route: Route) -> None:
+def test_openai_async_client_streams_two_at_a_time(route: Route) -> None:
     """The second one waits in the line; each gets its own reply."""
-    found: dict[str, str] = {}
 
-    def run() -> None:
-        import asyncio
+    async def ask(client: openai.AsyncOpenAI, content: str) -> str:
+        parts = await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": content}], max_tokens=8, stream=True
+        )
+        said_so_far = [part.choices[0].delta.content async for part in parts if part.choices]
+        return "".join(one or "" for one in said_so_far)
 
-        async def ask(client: openai.AsyncOpenAI, content: str) -> None:
-            parts = await client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": content}],
-                max_tokens=8,
-                stream=True,
-            )
-            found[content] = "".join(
-                [part.choices[0].delta.content or "" async for part in parts if part.choices]
-            )
+    async def both() -> tuple[str, str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{route.daemon.port}/v1", api_key=KEY, max_retries=0
+        ) as client:
+            return await asyncio.gather(ask(client, "one"), ask(client, "two"))
 
-        async def both() -> None:
-            async with openai.AsyncOpenAI(
-                base_url=f"http://127.0.0.1:{route.daemon.port}/v1", api_key=KEY, max_retries=0
-            ) as client:
-                await asyncio.gather(ask(client, "one"), ask(client, "two"))
-
-        asyncio.run(both())
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    assert found == {name: said(chat_prompt(name)) for name in ("one", "two")}
+    assert list(asyncio.run(both())) == [said(chat_prompt(name)) for name in ("one", "two")]
     assert route.counted()["used"] == 2
 
 

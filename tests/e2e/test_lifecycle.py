@@ -1,9 +1,11 @@
-"""Start, stop and death of the daemon and its decoder, on the real llama-server."""
+"""Start, stop and death of the daemon and its decoder, on the real llama-server.
+
+What does not depend on the decoder, a second daemon, no provider, a decoder that never comes up or
+dies too often, is in test_hybrid_route_start.py, on the stand-in.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import resource
 import signal
@@ -12,12 +14,10 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.e2e.rig import (
-    BACKEND_ARGS,
     DAYS,
     ENDLESS,
     MAX_TOKENS,
@@ -26,7 +26,6 @@ from tests.e2e.rig import (
     RawClient,
     Rig,
     group_is_gone,
-    kill,
     running_rig,
     stalled_client,
 )
@@ -35,7 +34,6 @@ from tests.harness import (
     RunningDaemon,
     clean_environ,
     is_alive,
-    onebitd_argv,
     running_onebitd,
     wait_until,
 )
@@ -213,61 +211,7 @@ def test_sigkill_everything_dies_and_the_next_start_cleans_up(
         assert sorted(left) == ["onebitd.lock", "slots"]
 
 
-# --- a second daemon ------------------------------------------------------------------------
-
-
-def run_to_end(argv: list[str], runtime: Path) -> tuple[int, str]:
-    """Run an onebitd that is expected to refuse; return its exit status and stderr."""
-    done = subprocess.run(
-        argv, env=clean_environ(runtime), cwd="/", capture_output=True, text=True, timeout=60
-    )
-    return done.returncode, done.stderr
-
-
-def test_second_daemon_of_the_instance_exits_3_and_names_the_first(shared: Rig) -> None:
-    """One instance, one daemon; the first does not notice."""
-    pid = shared.daemon.process.pid
-    argv: Any = shared.daemon.process.args
-    status, said = run_to_end(argv, shared.daemon.runtime)
-    assert status == 3
-    assert str(pid) in said
-    assert len(said.splitlines()) == 1, said
-    shared.assert_good()
-
-
-def test_second_daemon_on_the_port_exits_3_and_names_the_first(
-    shared: Rig, parts: tuple[LlamaBuild, LlamaModel], tmp_path: Path
-) -> None:
-    """A port that another process has is named with its holder."""
-    build, model = parts
-    argv = onebitd_argv("-m", str(model.path), "--port", str(shared.daemon.port))
-    argv += ["--llama-server", str(build.program), "--", *build.extra_args]
-    status, said = run_to_end(argv, tmp_path / "rt")
-    assert status == 3
-    assert str(shared.daemon.port) in said
-    assert str(shared.daemon.process.pid) in said
-    shared.assert_good()
-
-
 # --- a decoder that cannot be kept running --------------------------------------------------
-
-
-def test_decoder_dies_too_often_daemon_exits_4(
-    prepared: Prepared, parts: tuple[LlamaBuild, LlamaModel], tmp_path: Path
-) -> None:
-    """Beyond restart_max the daemon gives up, and says what the decoder died of."""
-    config = "[backend]\nrestart_max = 1\n"
-    with running_rig(prepared, *parts, tmp_path, config=config) as rig:
-        first = rig.wait_decoder()
-        kill(first)
-        wait_until(
-            lambda: rig.daemon.status()["backend"]["pid"] not in (None, first), "a new decoder"
-        )
-        kill(rig.wait_decoder())
-        status, log = wait_exit(rig.daemon)
-        assert status == 4
-        assert "the decoder died 2 times within 300 s" in log.splitlines()[-1]
-        assert "SIGKILL" in log.splitlines()[-1]
 
 
 def test_decoder_gets_a_wrong_argument_daemon_exits_4_with_its_words(
@@ -301,58 +245,6 @@ def test_decoder_cannot_load_the_model_daemon_exits_4(
     assert status == 4
     assert "could not be started: status 1: " in log.splitlines()[-1]
     assert "--print-backend" in log.splitlines()[-1]
-
-
-def test_decoder_never_ready_daemon_answers_503_then_exits_4(
-    prepared: Prepared, parts: tuple[LlamaBuild, LlamaModel], tmp_path: Path
-) -> None:
-    """While the model loads requests get 503 with Retry-After; after load_timeout_s it is over."""
-    slow = script(
-        tmp_path / "slow", 'case "$*" in *--list-devices*) exit 0;; esac\nsleep 600\nexit 0'
-    )
-    config = "[backend]\nload_timeout_s = 2\n"
-    with running_rig(
-        prepared, *parts, tmp_path, program=slow, config=config, wait_ready=False
-    ) as rig:
-
-        def listening() -> bool:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                address = rig.daemon.status()["listen"][0]
-                rig.daemon.port = int(address.rpartition(":")[2])
-            return rig.daemon.port != 0
-
-        wait_until(listening, "the daemon listens")
-        reply = rig.ask(RHYME)
-        assert reply.status == 503
-        assert reply.json["error"]["message"] == "Loading model"
-        assert int(reply.headers["retry-after"]) >= 1
-        assert rig.daemon.request("GET", "/health").json["error"]["code"] == 503
-        processes = rig.daemon.children()
-        status, log = wait_exit(rig.daemon)
-        assert status == 4
-        assert "no answer within 2 s (backend.load_timeout_s)" in log.splitlines()[-1]
-        assert not any(map(is_alive, processes))
-
-
-def test_no_provider_is_said_once_and_every_request_is_plain(
-    prepared: Prepared, parts: tuple[LlamaBuild, LlamaModel]
-) -> None:
-    """Without a provider the daemon serves all the same, and warns at its start only."""
-    build, model = parts
-    with running_onebitd(
-        model=model.path,
-        llama_server=build.program,
-        backend_args=[*BACKEND_ARGS, *build.extra_args],
-    ) as daemon:
-        for prompt in (RHYME, DAYS):
-            reply = daemon.completion(prompt, max_tokens=MAX_TOKENS)
-            assert (reply.status, reply.text) == (200, prepared.texts[prompt])
-            assert reply.headers["x-onebit-reason"] == "no_provider"
-        record = daemon.last_handoff(2)
-        assert (record["outcome"], record["reason"]) == ("skipped", "no_provider")
-        assert daemon.status()["provider"]["state"] == "none"
-        warnings = [line for line in daemon.log_records() if line["level"] == "warning"]
-        assert [line["event"] for line in warnings] == ["no_provider"]
 
 
 # --- connections ----------------------------------------------------------------------------

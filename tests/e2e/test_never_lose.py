@@ -258,8 +258,11 @@ def test_route_of_a_model_with_a_sliding_window_is_off_after_three_wasted_handof
     assert len(rig.runs()) == runs + 1
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("path", [CHATS, COMPLETIONS], ids=["chat", "completion"])
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [(CHATS, True), (COMPLETIONS, False)],
+    ids=["chat-streamed", "completion-whole"],
+)
 def test_handoff_of_no_use_is_wasted_on_every_endpoint(
     windowed: tuple[Rig, dict[str, str]], path: str, stream: bool
 ) -> None:
@@ -441,10 +444,8 @@ def replied(rig: Rig, talk: Talk, turn: int, stream: bool) -> tuple[HttpReply, d
 @pytest.mark.parametrize(
     ("pace", "path", "stream"),
     [
-        pytest.param("fast", CHATS, False, id="fast-chat-whole"),
         pytest.param("fast", CHATS, True, id="fast-chat-streamed"),
         pytest.param("fast", COMPLETIONS, False, id="fast-completion-whole"),
-        pytest.param("fast", COMPLETIONS, True, id="fast-completion-streamed"),
         pytest.param("slow", CHATS, True, id="slow-chat-streamed"),
     ],
 )

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.rig import RHYME
 from tests.llama_builds import (
     BUILDS,
     CPU_ONLY,
-    RHYME,
+    MODELS,
     ROOT,
     LlamaBuild,
     LlamaClient,
@@ -101,13 +102,23 @@ def check_used(client: LlamaClient, ids: list[int], cold_text: str) -> None:
     assert warm["content"] == cold_text
 
 
+@pytest.mark.parametrize(
+    ("llama_build", "llama_model"),
+    [(BUILDS[0], MODELS[0]), (BUILDS[1], MODELS[1])],
+    ids=lambda part: part.name,
+)
 def test_provider_on_every_build_and_model_hands_over_all_but_one_token(
     llama_build: LlamaBuild, llama_model: LlamaModel, tmp_path: Path
 ) -> None:
-    """A decoder that restores the provider's file evaluates one token and says the same."""
+    """A decoder that restores the provider's file evaluates one token and says the same.
+
+    Each build with each model: test_hybrid_e2e.py, through the daemon.
+    """
+    llama_build.require()
+    llama_model.require()
     with running_llama(llama_build, llama_model) as client:
         ids = client.tokenize(RHYME)
-        assert len(ids) > 100
+        assert len(ids) > 50
         cold = client.complete(ids)
         assert cold["timings"]["prompt_n"] == len(ids)
         assert client.slot_action("erase", "unused").status == 200
@@ -386,11 +397,14 @@ def provider_at_work(
         process.communicate()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("signum", "llama_build"), zip((signal.SIGTERM, signal.SIGINT), BUILDS, strict=True)
+)
 def test_provider_stopped_during_the_prefill_leaves_no_file_and_no_process(
     signum: signal.Signals, llama_build: LlamaBuild, smollm2: LlamaModel, short_path: Path
 ) -> None:
     """A stop signal ends it with that signal, its llama-server gone and its files removed."""
+    llama_build.require()
     with provider_at_work(llama_build, smollm2, short_path) as process:
         process.send_signal(signum)
         process.wait(30)
@@ -443,10 +457,10 @@ def test_provider_stopped_twice_while_the_model_loads_leaves_no_file_and_no_proc
 
 
 def test_provider_whose_group_is_killed_leaves_no_process(
-    llama_build: LlamaBuild, smollm2: LlamaModel, short_path: Path
+    some_build: LlamaBuild, smollm2: LlamaModel, short_path: Path
 ) -> None:
     """Its llama-server is in its process group, so a kill of the group ends both."""
-    with provider_at_work(llama_build, smollm2, short_path) as process:
+    with provider_at_work(some_build, smollm2, short_path) as process:
         groups = {os.getpgid(pid) for pid in processes_about(short_path)}
         assert groups == {process.pid}
         os.killpg(process.pid, signal.SIGKILL)

@@ -79,16 +79,15 @@ SETUPS = [
     Setup("smollm2", FA_OFF, "kv"),
     Setup("smollm2", Q8_0, "kv"),
     Setup("smollm2", (*FA_ON, *K_Q8_0), "kv", builds="X"),  # which rotates it
-    Setup("smollm2", (*FA_OFF, *K_Q8_0), "kv"),
     Setup("gemma3", ("--swa-full",), "kv kv"),
-    Setup("gemma3", ("--swa-full", *Q8_0), "kv kv", builds="X"),
     Setup("gemma3", (), "kv kv", reused=False, builds="X"),
     Setup("gemma3", FA_OFF, "kv kv", reused=False, builds="B"),
-    *(Setup("qwen3", args, "kv") for args in (FA_ON, FA_OFF)),
+    *(Setup("qwen3", args, "kv") for args in (FA_ON, FA_OFF, (*FA_OFF, *K_Q8_0))),
     *(Setup("qwen2vl", args, "kv") for args in (FA_ON, FA_OFF)),
     *(Setup("deepseek2", args, "kv") for args in (FA_ON, FA_OFF)),
     *(Setup("lfm2", args, "kv recr") for args in (FA_ON, FA_OFF)),
     *(Setup("lfm2-swa", (*args, "--swa-full"), "kv kv recr") for args in (FA_ON, FA_OFF)),
+    Setup("lfm2-swa", (*FA_OFF, *K_Q8_0, "--swa-full"), "kv kv recr", builds="X"),
     # Small batches make the ring of the window so small that 700 tokens go round it.
     Setup("lfm2-swa", (*FA_ON, "-b", "64", "-ub", "64"), "kv kv recr", reused=False),
     Setup("mamba", (), "recr"),
@@ -361,8 +360,8 @@ def test_real_state_of_the_second_slot_is_written_again_and_used(
 
 
 HANDOFFS = [
-    Setup("smollm2", FA_OFF, "kv", builds="B"),
-    Setup("smollm2", Q8_0, "kv", builds="X"),
+    Setup("qwen3", FA_OFF, "kv", builds="B"),
+    Setup("qwen3", (*FA_OFF, *K_Q8_0), "kv", builds="X"),
     Setup("qwen2vl", FA_ON, "kv", builds="X"),
     Setup("deepseek2", FA_ON, "kv", builds="B"),
     # Each of these is handed over on the other build in test_damages_real.py.

@@ -1,4 +1,4 @@
-"""Install the heavy clients of tests/e2e/test_clients.py below `.venv/clients/`.
+"""Install the heavy clients of tests/e2e/test_clients.py and tests/fuzz below `.venv/clients/`.
 
     python -m tests.tools.fetch_clients
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.llama_builds import ROOT
 
 FOLDER = ROOT / ".venv" / "clients"
-CLIENTS = ("langchain-openai==1.7.4", "litellm==1.110.2")
+CLIENTS = ("langchain-openai==1.7.4", "litellm==1.110.2", "schemathesis==4.32.5")
 STAMP = "recipe.txt"
 RECIPE = f"{' '.join(CLIENTS)} on Python {sys.version_info[0]}.{sys.version_info[1]}\n"
 
@@ -63,7 +63,7 @@ def main() -> int:
         problem = None if is_installed() else install()
     if problem is None:
         return 0
-    say(f"the tests with litellm and LangChain are left out: {problem}")
+    say(f"the tests with litellm, LangChain and schemathesis are left out: {problem}")
     return 1 if os.environ.get("CI") == "true" else 0
 
 

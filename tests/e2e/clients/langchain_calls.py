@@ -1,4 +1,4 @@
-"""Asks through LangChain's ChatOpenAI. Says `ready`, reads `{"base_url", "key"}`, writes what it got.
+"""Asks through LangChain. Says `ready`, reads `{"base_url", "key"}`, and writes what it got.
 
 Each request has an X-Request-Id by which the test finds its record.
 """
