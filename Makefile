@@ -10,7 +10,7 @@ SOAK_ARGS ?=
 MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-rest test-side demo bench bench-gate chaos soak deb clean $(VENV)
+.PHONY: help test test-rest test-side test-boxes demo bench bench-gate chaos soak deb clean $(VENV)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -30,29 +30,38 @@ test: $(VENV)/.installed ## run every test and check (PYTEST_ARGS=... to choose)
 	@$(BIN)/python -m tests.tools.fetch_clients & clients=$$!; \
 		$(BIN)/python -m tests.tools.fetch_llama all; status=$$?; wait $$clients && exit $$status
 ifeq ($(PYTEST_ARGS),)
-	@$(MAKE) --no-print-directory -j2 test-rest test-side
+	@$(MAKE) --no-print-directory -j3 test-rest test-side test-boxes
 else
 	@$(BIN)/python -m tests.tools.fetch_boxes
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
-# Two halves at once. The tests in booted systemd boxes mostly wait for timers; the Debian package is
-# built once, for those that look into it too; the others are there so that both take as long. What
-# this half says comes at its end.
-SIDE_TESTS := tests/systemd tests/repo/test_deb.py tests/contract tests/bench \
-	$(addprefix tests/e2e/test_,audit_real.py conformance.py damages_real.py prefill_llama.py prefill_numpy.py \
-	prefill_share.py shared_route.py shared_route_real.py)
+# Three lanes at once, for two processors. Two compute all the time and take about as long: most of
+# what needs a real decoder, and all else. The third, in booted systemd boxes, mostly waits for
+# timers; the Debian package is built there once, also for those that look into it. What the last
+# two say comes at their end.
+BOX_TESTS := tests/systemd tests/repo/test_deb.py
+SIDE_TESTS := tests/contract tests/bench $(sort $(wildcard tests/e2e/test_*_real.py)) \
+	$(addprefix tests/e2e/test_,conformance.py hybrid_e2e.py never_lose.py prefill_llama.py prefill_numpy.py \
+	prefill_share.py shared_route.py)
 
 # The log tells where the time goes.
 SLOWEST := --durations=25 --durations-min=5
 
+# A few hundred programs are started: each would compile this package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 test-rest:
-	@$(BIN)/python -m pytest $(SLOWEST) $(addprefix --ignore=,$(SIDE_TESTS))
+	@$(BIN)/python -m pytest $(SLOWEST) $(addprefix --ignore=,$(SIDE_TESTS) $(BOX_TESTS))
 
 test-side:
+	@$(BIN)/python -m pytest $(SLOWEST) -p no:cacheprovider $(SIDE_TESTS) >$(VENV)/side.log 2>&1; \
+		status=$$?; cat $(VENV)/side.log; exit $$status
+
+test-boxes:
 	@mkdir -p $(VENV)/boxes
 	@$(BIN)/python -m tests.tools.fetch_boxes
-	@$(BIN)/python -m pytest $(SLOWEST) -p no:cacheprovider $(SIDE_TESTS) >$(VENV)/boxes/test.log 2>&1; \
+	@$(BIN)/python -m pytest $(SLOWEST) -p no:cacheprovider $(BOX_TESTS) >$(VENV)/boxes/test.log 2>&1; \
 		status=$$?; cat $(VENV)/boxes/test.log; exit $$status
 
 demo: $(VENV)/.installed ## serve a small model with a handoff (ONCE=1: one request, then stop)

@@ -2,7 +2,7 @@
 
 import sys
 
-from onebitd.surfaces.daemon import main
+from onebitd.surfaces.start import main
 
 if __name__ == "__main__":
     sys.exit(main())

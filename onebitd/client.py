@@ -15,9 +15,7 @@ import pwd
 import socket
 import stat
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
 from typing import Any, Final, NamedTuple
-from urllib.parse import urlencode
 
 from onebitd.core import paths
 from onebitd.core.errors import OnebitError, UsageError
@@ -308,7 +306,9 @@ class Instance(NamedTuple):
     state: str
 
 
-def find_instances(roots: Sequence[PurePosixPath], name: str | None = None) -> list[Instance]:
+def find_instances(
+    roots: Sequence[str | os.PathLike[str]], name: str | None = None
+) -> list[Instance]:
     """Look for instances in the runtime roots, by connecting to each one's socket.
 
     Args:
@@ -325,8 +325,9 @@ def find_instances(roots: Sequence[PurePosixPath], name: str | None = None) -> l
             found.append(Instance(name or "?", str(root), "denied"))
             continue
         for entry in names:
-            path = str(root / entry / paths.CONTROL_SOCKET)
-            if name in (None, entry) and os.path.isdir(root / entry):
+            directory = os.path.join(root, entry)
+            path = os.path.join(directory, paths.CONTROL_SOCKET)
+            if name in (None, entry) and os.path.isdir(directory):
                 found.append(Instance(entry, path, _probe(path)))
     return found
 
@@ -341,14 +342,14 @@ def choose_socket(name: str | None, environ: Mapping[str, str], uid: int) -> str
     """
     roots, unsafe = _safe_roots(environ, uid)
     if name is not None:
-        given = paths.runtime_dir(name, environ, uid).parent
+        given = os.path.dirname(paths.runtime_dir(name, environ, uid))
         if given != paths.fallback_root(uid):
             roots = list(dict.fromkeys([given, *roots]))
     found = find_instances(roots, name)
     running = [instance for instance in found if instance.state == "running"]
     if name is not None and environ.get("RUNTIME_DIRECTORY"):
         # A program of a service asks that service, whatever else has its name on this machine.
-        own = str(paths.runtime_dir(name, environ, uid) / paths.CONTROL_SOCKET)
+        own = os.path.join(paths.runtime_dir(name, environ, uid), paths.CONTROL_SOCKET)
         running = [one for one in running if one.socket == own] or running
     if len(running) == 1:
         return running[0].socket
@@ -381,7 +382,7 @@ def describe_denied(path: str) -> str:
     return f"permission denied: {path} is for the user {_user_name(info.st_uid)} alone"
 
 
-def _safe_roots(environ: Mapping[str, str], uid: int) -> tuple[list[PurePosixPath], str | None]:
+def _safe_roots(environ: Mapping[str, str], uid: int) -> tuple[list[str], str | None]:
     """Return the roots to look into, and the one that is not safe to, if it exists."""
     fallback = paths.fallback_root(uid)
     roots = [root for root in paths.runtime_roots(environ, uid) if root != fallback]
@@ -391,7 +392,7 @@ def _safe_roots(environ: Mapping[str, str], uid: int) -> tuple[list[PurePosixPat
         return roots, None
     if paths.is_private(info.st_mode, info.st_uid, uid):
         return [*roots, fallback], None
-    return roots, str(fallback)
+    return roots, fallback
 
 
 def _no_daemon(
@@ -445,6 +446,8 @@ def _connect(path: str, timeout_s: float) -> socket.socket:
 
 
 def _handoffs_target(**parameters: str | int | None) -> str:
+    from urllib.parse import urlencode  # half as slow as all the rest of a status
+
     given = {name: value for name, value in parameters.items() if value is not None}
     return f"/v1/handoffs?{urlencode(given)}"
 

@@ -23,7 +23,9 @@ from tests.llama_builds import ROOT, UnixConnection, short_temporary_directory
 STANDINS = ROOT / "tests" / "standins"
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+def wait_until(
+    condition: Callable[[], Any], what: str, timeout_s: float = 30.0, every_s: float = 0.01
+) -> Any:
     """Return the first true value of `condition`; AssertionError when there is none in time."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -31,7 +33,7 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0)
         if found:
             return found
         assert time.monotonic() < deadline, f"timed out waiting: {what}"
-        time.sleep(0.01)
+        time.sleep(every_s)
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,8 @@ class RunningDaemon:
                 return bool(status["state"] == "ready")
             return False
 
-        wait_until(ready, "onebitd ready", timeout_s)
+        # It takes a second, and a daemon that is asked all the time takes longer.
+        wait_until(ready, "onebitd ready", timeout_s, every_s=0.04)
 
 
 def _read(connection: http.client.HTTPConnection) -> HttpReply:

@@ -17,7 +17,7 @@ import trio
 
 from onebitd.adapters import leases
 from onebitd.adapters.directory_watch import MOVED_TO, DirectoryWatch
-from onebitd.adapters.state_reader import OPEN_FLAGS, OpenFile, has_one_name
+from onebitd.adapters.state_reader import OPEN_FLAGS, OpenFile, has_one_name, is_small
 from onebitd.core.errors import StateFileError
 
 _LOOK_S: Final = 0.05
@@ -33,7 +33,7 @@ class EarlyCheck:
     Args:
         path: the final name.
         watch: nobody else waits for it meanwhile; it stays the caller's.
-        check: reads the file in another thread; StateFileError or OSError refuse it.
+        check: reads the file, a big one in another thread; StateFileError or OSError refuse it.
     """
 
     def __init__(
@@ -98,18 +98,29 @@ class EarlyCheck:
         leased = self._leased = _open_leased(self._path)
         if leased is None:
             return
+        if is_small(os.fstat(leased).st_size):
+            await self._look(leased)
+            await self._keep_lease()
+            return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look, leased)
-            while self._is_leased():  # noqa: ASYNC110 - the kernel sets no trio.Event
-                await trio.sleep(_LOOK_S)
-            self._give_way()
+            await self._keep_lease()
             nursery.cancel_scope.cancel()
+
+    async def _keep_lease(self) -> None:
+        """Give the lease back as soon as somebody wants to write to the file."""
+        while self._is_leased():  # noqa: ASYNC110 - the kernel sets no trio.Event
+            await trio.sleep(_LOOK_S)
+        self._give_way()
 
     async def _look(self, leased: int) -> None:
         try:
             file = OpenFile(os.dup(leased))
             try:
-                await trio.to_thread.run_sync(self._check, file, abandon_on_cancel=True)
+                if is_small(file.size):
+                    self._check(file)
+                else:
+                    await trio.to_thread.run_sync(self._check, file, abandon_on_cancel=True)
             finally:
                 file.give_up()
             self._has_passed = True

@@ -187,19 +187,24 @@ class Connection:
         if self._phase is _Phase.HEAD:
             self._reading.deadline = self._head_due
         elif self._phase is _Phase.BUSY and not self._has_room:
-            with trio.move_on_after(_FULL_S):
-                await self._wait_room()
-            return self._has_room
+            return await self._wait_room()
         return True
 
     @property
     def _has_room(self) -> bool:
         return self._requests.inbox.has_room and self._protocol.waiting_bytes <= _READ_AHEAD_BYTES
 
-    async def _wait_room(self) -> None:
-        await self._requests.inbox.wait_room()
+    async def _wait_room(self) -> bool:
+        """Return False when nothing of it is taken for too long; that much of it goes on may do."""
         while not self._has_room:
-            await self._moved_on.park()
+            with trio.move_on_after(_FULL_S) as patience:
+                if self._requests.inbox.has_room:
+                    await self._moved_on.park()
+                else:
+                    await self._requests.inbox.wait_room()
+            if patience.cancelled_caught:
+                return False
+        return True
 
     async def _note(self, event: Event) -> None:
         """Take hypercorn's word: a head has come whole, a reply has left, or this is the end."""

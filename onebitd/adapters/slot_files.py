@@ -23,7 +23,7 @@ import trio
 from onebitd.adapters import leases
 from onebitd.adapters.directory_watch import DirectoryWatch
 from onebitd.adapters.early_check import EarlyCheck
-from onebitd.adapters.state_reader import OPEN_FLAGS, OpenFile, has_one_name
+from onebitd.adapters.state_reader import OPEN_FLAGS, OpenFile, has_one_name, is_small
 from onebitd.core import provider_contract
 from onebitd.core.errors import ConfigError, HandoffError, StateFileError
 from onebitd.core.handoff import Reason
@@ -213,7 +213,7 @@ class RunFiles:
         *,
         early: EarlyCheck | None = None,
     ) -> tuple[str, int]:
-        """Check the provider's state file off the event loop and move it into place.
+        """Check the provider's state file, a big one off the event loop, and move it into place.
 
         Args: as for `state_check.check`, and what `early_check` returned for the same, if it was
             running beside the provider: a file that it vouches for is not read again.
@@ -293,11 +293,14 @@ async def _check(
     swa_window: int | None,
     baseline: Baseline | None,
 ) -> None:
-    """Check a file in another thread; closes the descriptor, whatever happens."""
+    """Check a file, a big one in another thread; closes the descriptor, whatever happens."""
     file = OpenFile(descriptor)
     check = functools.partial(file.check, layout, tokens, swa_window, baseline)
     try:
-        await trio.to_thread.run_sync(check, abandon_on_cancel=True)
+        if is_small(file.size):
+            check()
+        else:
+            await trio.to_thread.run_sync(check, abandon_on_cancel=True)
     except StateFileError as error:
         raise HandoffError(Reason.BAD_STATE, str(error)) from error
     except OSError as error:

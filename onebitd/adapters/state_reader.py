@@ -23,6 +23,8 @@ from onebitd.core.state_layout import Layout
 OPEN_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 """Whatever a provider left under a state file's name, it is opened without following or waiting."""
 _MAX_THREADS: Final = 4
+_AT_ONCE_BYTES: Final = 1 << 20
+"""A file of up to so many bytes takes less than a millisecond, about what a thread costs."""
 _BYTES_FOR_A_THREAD: Final = 16 << 20
 """A small file gains tenths of a millisecond by a second thread and may lose several: the kernel
 may take the processor from the one that holds the interpreter's lock."""
@@ -33,8 +35,13 @@ def has_one_name(info: os.stat_result) -> bool:
     return stat.S_ISREG(info.st_mode) and info.st_nlink == 1
 
 
+def is_small(n_bytes: int) -> bool:
+    """Tell whether a check takes no longer than another thread would need to begin with it."""
+    return n_bytes <= _AT_ONCE_BYTES
+
+
 class OpenFile(PreadSource):
-    """An open state file, which `check` reads in some other thread.
+    """An open state file, which `check` reads, a big one in some other thread.
 
     That thread takes the descriptor and closes it; a cancel may keep the thread from starting.
 

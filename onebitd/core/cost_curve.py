@@ -59,7 +59,7 @@ def weighted_quantile(pairs: Iterable[tuple[float, float]], share: float) -> flo
         share: from 0 to 1.
     """
     ordered = sorted(pairs)
-    goal = share * sum(weight for _, weight in ordered)
+    goal = share * sum([weight for _, weight in ordered])
     reached = 0.0
     for value, weight in ordered:
         reached += weight
@@ -93,7 +93,7 @@ def fit_curve(points: Sequence[Point], *, flat: bool) -> Terms:
     bends = [point.terms[2] / point.terms[1] for point in points]
     if len(points) < _BEND_POINTS or min(bends) <= 0.0 or _span(bends) < _BEND_SPAN:
         return straight
-    if sum(bend > max(bends) / 2 for bend in bends) < 2:
+    if sum([bend > max(bends) / 2 for bend in bends]) < 2:
         return straight  # any single point at the end lies on some bent curve
     bent = table.fit([0, 1, 2])
     # Noise bends a straight line too, and lengths far off would pay for it.
@@ -103,7 +103,7 @@ def fit_curve(points: Sequence[Point], *, flat: bool) -> Terms:
 
 
 def _quantile(points: Sequence[Point], term: int) -> float:
-    return weighted_quantile(((p.ms / p.terms[term], p.weight) for p in points), QUANTILE)
+    return weighted_quantile([(p.ms / p.terms[term], p.weight) for p in points], QUANTILE)
 
 
 def _span(values: Sequence[float]) -> float:

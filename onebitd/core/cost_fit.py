@@ -93,7 +93,7 @@ def _calibrate(curve: Terms, marks: Sequence[_Mark]) -> Fit:
     places = sorted(at for at, _, _ in marks)
     first = math.floor((places[0] - _CUT_OCTAVES) / _KNOT_OCTAVES)
     last = math.ceil((places[-1] + _CUT_OCTAVES) / _KNOT_OCTAVES)
-    agreeing = sum(abs(off) < _AGREES_OCTAVES for _, off, _ in marks)
+    agreeing = sum([abs(off) < _AGREES_OCTAVES for _, off, _ in marks])
     trust = _TRUST * min(1.0, agreeing / 3)
     newest_first = marks[::-1]
     knots, values, weights = [], [], []
@@ -113,7 +113,7 @@ def _calibrate(curve: Terms, marks: Sequence[_Mark]) -> Fit:
 
 def _to_nearest(places: Sequence[float], knot: float) -> float:
     right = bisect.bisect_left(places, knot)
-    return min(abs(place - knot) for place in places[max(0, right - 1) : right + 1])
+    return min([abs(place - knot) for place in places[max(0, right - 1) : right + 1]])
 
 
 def _correction(

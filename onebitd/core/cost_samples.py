@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from onebitd.core import cost_fit
 from onebitd.core.cost_curve import LEAST_MS, MOST_MS, QUANTILE, Point, Terms, weighted_quantile
@@ -36,6 +36,7 @@ COLD: Final = 2
 STOPPED: Final = 4
 _MOST_FLAGS: Final = 7
 
+_Kind: TypeAlias = tuple[int, int, int]
 Shape = Callable[[int, int], Terms]
 """Length and depth to what the coefficients of a curve are multiplied with."""
 
@@ -50,7 +51,7 @@ class Sample:
     when: int
     flags: int
 
-    def kind(self) -> tuple[int, int, int]:
+    def kind(self) -> _Kind:
         """Return which class of lengths it belongs to: half octaves, octaves of the depth."""
         return int(2 * math.log2(self.size)), (self.depth >> 6).bit_length(), self.flags
 
@@ -92,6 +93,7 @@ class LearnedCost:
         self._prior = overlap
         self._most = most
         self._samples: list[Sample] = []
+        self._kinds: list[_Kind] = []  # of each of them
         self._fitted: tuple[Fit, float] | None = None
 
     def __len__(self) -> int:
@@ -110,7 +112,8 @@ class LearnedCost:
         kept_ms = round(min(MOST_MS, max(LEAST_MS, ms)), 3)
         size, depth = min(size, MOST_SIZE), min(depth, MOST_SIZE)
         self._samples.append(Sample(size, depth, kept_ms, when, flags))
-        self._drop_one(self._samples[-1].kind())
+        self._kinds.append(self._samples[-1].kind())
+        self._drop_one()
         self._fitted = None
 
     def estimate(self, size: int, depth: int = 0, *, overlapped: bool = False) -> float | None:
@@ -138,15 +141,20 @@ class LearnedCost:
             ValueError: there are too many, or one is none.
         """
         self._samples = [Sample.of_row(row) for row in _list_of(rows, self._most)]
+        self._kinds = [sample.kind() for sample in self._samples]
         self._fitted = None
 
-    def _drop_one(self, kind: tuple[int, int, int]) -> None:
-        kinds = [sample.kind() for sample in self._samples]
-        few = kind[2] & (COLD | STOPPED)
-        if kinds.count(kind) > (_FEW_PER_CLASS if few else _PER_CLASS):
-            del self._samples[kinds.index(kind)]
+    def _drop_one(self) -> None:
+        """Make room for the newest, if need be."""
+        kinds = self._kinds
+        few = kinds[-1][2] & (COLD | STOPPED)
+        if kinds.count(kinds[-1]) > (_FEW_PER_CLASS if few else _PER_CLASS):
+            dropped = kinds.index(kinds[-1])
         elif len(kinds) > self._most:
-            del self._samples[kinds.index(Counter(kinds).most_common(1)[0][0])]
+            dropped = kinds.index(Counter(kinds).most_common(1)[0][0])
+        else:
+            return
+        del self._samples[dropped], kinds[dropped]
 
 
 class Recent:
@@ -173,8 +181,8 @@ class Recent:
             return None
         low = weighted_quantile(pairs, _CLIPPED)
         high = weighted_quantile(pairs, 1.0 - _CLIPPED)
-        total = math.fsum(min(high, max(low, value)) * weight for value, weight in pairs)
-        return min(high, max(low, total / math.fsum(weight for _, weight in pairs)))
+        total = math.fsum([min(high, max(low, value)) * weight for value, weight in pairs])
+        return min(high, max(low, total / math.fsum([weight for _, weight in pairs])))
 
     def rows(self) -> list[list[float]]:
         """Return the values as JSON has them."""
@@ -208,7 +216,7 @@ def _fit(samples: Sequence[Sample], shape: Shape, flat: bool, prior: float) -> t
     ratio = _overlap(whole, shape, flat, prior)
     newest = max(s.when for s in samples)
     place = {id(sample): index for index, sample in enumerate(samples)}
-    older = [sum(place[id(w)] < place[id(s)] for w in whole) for s in stopped]
+    older = [sum([place[id(w)] < place[id(s)] for w in whole]) for s in stopped]
     bounds = zip(older, _points(stopped, shape, newest, ratio, _BEYOND), strict=True)
     return cost_fit.fit(_points(whole, shape, newest, ratio), list(bounds), flat=flat), ratio
 

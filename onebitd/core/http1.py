@@ -8,10 +8,9 @@ whatever two parties could read in two ways is refused. Source of the format: RF
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 _MAX_HEAD_BYTES: Final = 64 * 1024
 """All heads of one reply, interim ones included."""
@@ -25,6 +24,10 @@ _TARGET: Final = re.compile(rb"[\x21-\x7e]+")
 _NOT_IN_VALUE: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _FRAMING: Final = (b"content-length", b"transfer-encoding")
 _CHUNK_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r\n")
+_PLAIN_SIZE: Final = re.compile(rb"[0-9A-Fa-f]{1,15}")
+_MANY_BYTES: Final = 4 * 1024
+"""So much in hand at once is a reply that comes faster than it is passed on: its chunks are worth
+an attempt to tell them apart all at once."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -57,8 +60,7 @@ def request_head(method: bytes, target: bytes, headers: Headers) -> bytes:
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReplyHead:
+class ReplyHead(NamedTuple):
     """Status and header fields, names in lower case, in the order in which they came."""
 
     status: int
@@ -198,6 +200,7 @@ class ChunkedReader:
             self._held = b""
         out: list[bytes] = []
         at, end = 0, len(data)
+        may_be_plain = end >= _MANY_BYTES
         # No calls of ours in here: it runs for every chunk of every stream.
         while at < end and not self.done:
             if self._left:
@@ -228,7 +231,16 @@ class ChunkedReader:
                     if data.find(b"\n", at) >= 0:
                         raise FramingError(f"not a chunk size: {data[at : at + 40]!r}")
                     break
-                at, length = size.end(), int(size[1], 16)
+                length = int(size[1], 16)
+                if may_be_plain:
+                    may_be_plain = False
+                    if length <= (end - at) >> 3:
+                        found, n_bytes = _plain_chunks(data[at:])
+                        if n_bytes:
+                            out += found
+                            at += n_bytes
+                            continue
+                at = size.end()
                 behind = at + length
                 if length and data[behind : behind + 2] == b"\r\n":
                     out.append(data[at:behind])
@@ -252,6 +264,29 @@ class ChunkedReader:
         """See BodyReader."""
         if not self.done:
             raise FramingError("the connection ended before the last chunk")
+
+
+def _plain_chunks(data: bytes) -> tuple[list[bytes], int]:
+    """Return what is in the whole chunks that `data` begins with, and how many bytes they take.
+
+    All of them or none: for a size line with more than a size, or a line end within a chunk, which
+    puts what is behind it out of step, there is the exact way. A third of its time for a chunk.
+    """
+    parts = data.split(b"\r\n")
+    many = (len(parts) - 1) // 2 * 2
+    sizes, found = parts[:many:2], parts[1:many:2]
+    lengths = {}
+    for size in set(sizes):
+        if not _PLAIN_SIZE.fullmatch(size):
+            return [], 0
+        lengths[size] = int(size, 16)
+    wanted = [lengths[size] for size in sizes]
+    if 0 in wanted:  # the last one, whose end is not that of a chunk
+        last = wanted.index(0)
+        del sizes[last:], found[last:], wanted[last:]
+    if list(map(len, found)) != wanted:
+        return [], 0
+    return found, sum(wanted) + sum(map(len, sizes)) + 4 * len(sizes)
 
 
 def body_reader(method: bytes, status: int, headers: Iterable[tuple[bytes, bytes]]) -> BodyReader:

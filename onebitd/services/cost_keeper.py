@@ -79,7 +79,7 @@ class CostKeeper:
             while True:
                 await self._touched.wait()
                 await trio.sleep(WRITE_DELAY_S)
-                self.costs.refit()  # or the next prompt would wait for it
+                self.costs.refit()  # or the next prompt would wait for it; see also Outlooks.refit
                 await self._write()
                 if self._failing:
                     await trio.sleep(RETRY_S)

@@ -143,6 +143,7 @@ class Exchange:
         write = log.info if good else log.warning
         write("handoff", line=record.line(), **record.fields())
         self._handoffs.history.add(record)
+        self._handoffs.outlooks.refit()
 
     async def open(self, method: bytes, target: bytes, headers: Headers, body: bytes) -> Reply:
         """Hand over if it can be done, forward the request, return the reply's head.

@@ -56,6 +56,7 @@ class Outlooks:
         self._keeper = keeper
         self._generation = -1
         self._lock_noted = trio.current_time()
+        self._was_asked = False
         self.memory = SlotMemory()
         self.habits = Habits()
 
@@ -78,6 +79,7 @@ class Outlooks:
             ticket: its place; the prompt's own run, if it is on, counts from its start.
             config: of the request.
         """
+        self._was_asked = True
         costs = self.costs
         count = len(prompt.ids)
         wait_ms, cached = self._slot_wait_ms(ticket), self.cached(facts, prompt, ticket)
@@ -208,6 +210,15 @@ class Outlooks:
     def touch(self) -> None:
         """Something was learned."""
         self._keeper.touch()
+
+    def refit(self) -> None:
+        """Work out now what the next outlook needs: a request is over, and that one is on none.
+
+        Where none was wanted since the last time, the next may never be.
+        """
+        if self._was_asked:
+            self._was_asked = False
+            self.costs.refit()
 
 
 def _reply_limit(document: Mapping[str, Any] | None) -> int | None:

@@ -1,35 +1,24 @@
 """`onebitctl`: asks a daemon over its control socket and prints the answer.
 
-Imports the standard library, core, the client and the lock's probe, and nothing of the daemon.
-Data goes to stdout, messages to stderr. Exit status: see `onebitctl(1)`.
+Imports the standard library, core, the client and the lock's probe, and nothing of the daemon; what
+one command needs is imported for that one: `status` must feel instant. Data goes to stdout,
+messages to stderr. Exit status: see `onebitctl(1)`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import datetime as dt
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from onebitd import __version__
 from onebitd.client import ClientError, ControlClient, Refused, choose_socket
 from onebitd.core import paths
 from onebitd.core.errors import OnebitError
-from onebitd.core.handoff import Outcome
-from onebitd.surfaces import (
-    cli_advise,
-    cli_provider,
-    cli_requests,
-    cli_state,
-    cli_status,
-    cli_text,
-    cli_units,
-)
-from onebitd.surfaces import cli_pages as pages
+from onebitd.surfaces import cli_text
 
 MAX_RECORDS: Final = 1000
 LISTED_RECORDS: Final = 20
@@ -42,13 +31,18 @@ EXIT_NO_DAEMON: Final = 3
 EXIT_INTERRUPTED: Final = 130
 EXIT_BROKEN_PIPE: Final = 141
 
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    _Register = Callable[[_Commands, argparse.ArgumentParser], None]
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `onebitctl` and return its exit status."""
     _open_missing_streams()
     try:
         try:
-            arguments = build_parser().parse_args(argv)
+            words = sys.argv[1:] if argv is None else argv
+            arguments = build_parser(_command_of(words)).parse_args(words)
             status: int = arguments.run(arguments)
         finally:
             sys.stdout.flush()
@@ -72,8 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; the man page is held against it."""
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the command line; the man page is held against it.
+
+    Args:
+        command: leave out what only the others need; None or an unknown one: all of them.
+    """
     where = _where_parser(argparse.SUPPRESS)
     parser = argparse.ArgumentParser(
         prog="onebitctl",
@@ -86,8 +84,33 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"onebitctl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
+    known = any(command in names for names, _ in _REGISTRARS)
+    for names, register in _REGISTRARS:
+        if not known or command in names:
+            register(commands, where)
+    return parser
+
+
+def _command_of(words: Sequence[str]) -> str | None:
+    """Return the command of a command line, or None where only a parser can tell."""
+    rest = iter(words)
+    for word in rest:
+        if word in ("-i", "--instance", "--socket"):
+            next(rest, None)
+        elif not word.startswith("-"):
+            return word
+        elif word == "--":
+            break
+    return None
+
+
+def _register_status(commands: _Commands, where: argparse.ArgumentParser) -> None:
     status = _command(commands, "status", "state, decoder, provider, lock and counters", where)
     status.set_defaults(run=run_status)
+
+
+def _register_handoffs(commands: _Commands, where: argparse.ArgumentParser) -> None:
+    from onebitd.core.handoff import Outcome
 
     handoffs = _command(commands, "handoffs", "the last handoffs, and those to come", where)
     handoffs.add_argument(
@@ -109,15 +132,25 @@ def build_parser() -> argparse.ArgumentParser:
     )
     handoffs.set_defaults(run=run_handoffs)
 
+
+def _register_requests(commands: _Commands, where: argparse.ArgumentParser) -> None:
+    from onebitd.surfaces import cli_requests
+
     cli_requests.register(commands, where)
 
+
+def _register_config(commands: _Commands, where: argparse.ArgumentParser) -> None:
     config = _command(commands, "config", "the effective settings and their sources", where)
     config.set_defaults(run=run_config)
 
+
+def _register_reload(commands: _Commands, where: argparse.ArgumentParser) -> None:
     summary = "have the daemon read its configuration again"
     reload = _command(commands, "reload", summary, where, description=f"{summary.capitalize()}.")
     reload.set_defaults(run=run_reload)
 
+
+def _register_lock(commands: _Commands, where: argparse.ArgumentParser) -> None:
     lock = _command(commands, "lock", "who holds the NPU device lock; needs no daemon", where)
     lock.add_argument(
         "--path",
@@ -125,15 +158,52 @@ def build_parser() -> argparse.ArgumentParser:
     )
     lock.set_defaults(run=run_lock)
 
+
+def _register_advise(commands: _Commands, where: argparse.ArgumentParser) -> None:
+    from onebitd.surfaces import cli_advise
+
     cli_advise.register(commands, where)
+
+
+def _register_provider(commands: _Commands, where: argparse.ArgumentParser) -> None:
+    from onebitd.surfaces import cli_provider
+
     cli_provider.register(commands, where)
+
+
+def _register_state(commands: _Commands, _where: argparse.ArgumentParser) -> None:
+    from onebitd.surfaces import cli_state
+
     cli_state.register(commands)
+
+
+def _register_units(commands: _Commands, _where: argparse.ArgumentParser) -> None:
+    from onebitd.surfaces import cli_units
+
     cli_units.register(commands, _instance_parser(argparse.SUPPRESS))
-    return parser
+
+
+_REGISTRARS: Final[Sequence[tuple[Sequence[str], _Register]]] = (
+    (("status",), _register_status),
+    (("handoffs",), _register_handoffs),
+    (("requests", "cancel"), _register_requests),
+    (("config",), _register_config),
+    (("reload",), _register_reload),
+    (("lock",), _register_lock),
+    (("advise",), _register_advise),
+    (("provider",), _register_provider),
+    (("state",), _register_state),
+    (("stop", "disable", "install-units", "uninstall-units"), _register_units),
+)
+"""The commands that each function adds, in the order of the help page."""
 
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print the status page; 0 if the daemon is ready and nothing is wrong."""
+    import datetime as dt
+
+    from onebitd.surfaces import cli_status
+
     status = _client(arguments).status()
     now = dt.datetime.now(dt.UTC)
     if arguments.json:
@@ -165,6 +235,8 @@ def run_handoffs(arguments: argparse.Namespace) -> int:
 
 def run_config(arguments: argparse.Namespace) -> int:
     """Print the effective settings."""
+    from onebitd.surfaces import cli_pages as pages
+
     config = _client(arguments).config()
     if arguments.json:
         _print_json(config)
@@ -175,6 +247,8 @@ def run_config(arguments: argparse.Namespace) -> int:
 
 def run_reload(arguments: argparse.Namespace) -> int:
     """Have the daemon read its configuration again; 1 if that is bad, and nothing has changed."""
+    from onebitd.surfaces import cli_pages as pages
+
     try:
         answer = _client(arguments).reload()
     except Refused as refused:
@@ -193,7 +267,10 @@ def run_reload(arguments: argparse.Namespace) -> int:
 
 def run_lock(arguments: argparse.Namespace) -> int:
     """Print who holds the device lock; 1 if something is wrong with its file."""
-    from onebitd.adapters import lock_probe  # the other commands start faster without it
+    import dataclasses
+
+    from onebitd.adapters import lock_probe
+    from onebitd.surfaces import cli_pages as pages
 
     lock = dataclasses.asdict(lock_probe.probe(arguments.path or _lock_path(arguments)))
     if arguments.json:
@@ -214,6 +291,8 @@ class _HandoffPrinter:
 
     def print(self, record: dict[str, Any]) -> None:
         """Print one record, or that records were lost."""
+        from onebitd.surfaces import cli_pages as pages
+
         if self._as_json:
             _print_json(record)
             return

@@ -1,13 +1,13 @@
 """`onebitd`: builds the objects, opens the nursery tree, starts and stops things in order.
 
-Start: instance lock, listeners, decoder, READY=1. Stop: reloads, audits, a passed public socket,
-admission, STOPPING=1, drain, HTTP, decoder and providers, device lock, control socket.
+Start: instance lock and listeners (`surfaces.start`), decoder, READY=1. Stop: reloads, audits, a
+passed public socket, admission, STOPPING=1, drain, HTTP, decoder and providers, device lock,
+control socket.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 import time
@@ -20,33 +20,27 @@ import structlog
 import trio
 
 from onebitd import __version__
-from onebitd.adapters import descriptors, listeners, logsetup, peers
-from onebitd.adapters.config_file import check_files, is_fatal, read_api_keys, readable_by_all
+from onebitd.adapters import descriptors, logsetup, peers
+from onebitd.adapters.config_file import readable_by_all
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.http_server import HttpServer
-from onebitd.adapters.instance import InstanceLock, ensure_private_dir
 from onebitd.adapters.process import Guard
 from onebitd.adapters.slot_files import SlotFiles
-from onebitd.adapters.systemd import ServiceManager
-from onebitd.core import paths
 from onebitd.core.backend_state import BackendState
 from onebitd.core.config import Config
-from onebitd.core.errors import BackendFailed, ConfigError, OnebitError, UsageError
+from onebitd.core.errors import BackendFailed, ConfigError, OnebitError
 from onebitd.core.reload import Merged
 from onebitd.services.admission import Admission
 from onebitd.services.handoff import Handoffs
 from onebitd.services.history import History
 from onebitd.services.supervisor import Launch, Supervisor
-from onebitd.surfaces import daemon_args, reload
+from onebitd.surfaces import reload
 from onebitd.surfaces.control_http import create_control_app
 from onebitd.surfaces.launch import plan_launch, slots_dir
-from onebitd.surfaces.listening import (
-    Listening,
-    admit_to_control,
-    open_listeners,
-    turn_away,
-)
+from onebitd.surfaces.listening import admit_to_control
 from onebitd.surfaces.public_http import PublicApp
+from onebitd.surfaces.start import SIGNALS, Started
+from onebitd.surfaces.start import main as main  # what installations of before call
 from onebitd.surfaces.status_view import StatusView
 
 log = structlog.get_logger()
@@ -64,58 +58,21 @@ _RELOAD_LOCK_S: Final = 30.0
 """A reload waits no longer for the device lock, whatever lock.wait_s: somebody waits for it."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `onebitd`; return its exit status (onebitd(8), EXIT STATUS)."""
-    manager: ServiceManager | None = None
-    try:
-        manager = ServiceManager()
-        args = daemon_args.parse(sys.argv[1:] if argv is None else argv)
-        config = daemon_args.load_config(args, os.environ)
-        problems = check_files(config)
-        if args.action == "check-config":
-            if problems:
-                raise ConfigError(problems)
-            print(f"onebitd: configuration of instance {config.instance} is fine")  # noqa: T201
-            return 0
-        fatal = [line for line in problems if is_fatal(line)]
-        if fatal:
-            raise ConfigError(fatal)
-        runtime = Path(paths.runtime_dir(config.instance, os.environ, os.geteuid()))
-        if args.action == "print-backend":
-            launch = plan_launch(config, runtime, os.environ)
-            print(shlex.join(launch.argv))  # noqa: T201
-            return 0
-        _serve(args, config, runtime, manager, warnings=problems)
-    except OnebitError as error:
-        if manager is not None:
-            turn_away(manager, str(error))
-        for line in str(error).splitlines():
-            print(f"onebitd: {line}", file=sys.stderr)  # noqa: T201
-        if isinstance(error, UsageError | ConfigError) and len(str(error).splitlines()) > 1:
-            print("onebitd: see onebitd(8) and onebitd.toml(5)", file=sys.stderr)  # noqa: T201
-        return error.exit_status
-    finally:
-        if manager is not None:
-            manager.close()
-    return 0
+def serve(started: Started) -> None:
+    """Serve until told to stop; the sockets are open already.
 
-
-def _serve(
-    args: daemon_args.DaemonArgs,
-    config: Config,
-    runtime: Path,
-    manager: ServiceManager,
-    *,
-    warnings: Sequence[str],
-) -> None:
+    Raises:
+        ConfigError, BackendFailed: see the exit statuses.
+    """
+    config = started.config
     logsetup.configure(config.log.format, config.log.level)
-    for line in warnings:
+    for line in started.warnings:
         log.warning("handoffs_will_fall_back", line=line)
     _raise_descriptor_limit(config.http.max_connections)
     environ = dict(os.environ)
     if environ.pop(_DEBUG_HANG, ""):
         signal.signal(signal.SIGUSR2, lambda _number, _frame: hang_on_purpose())
-    daemon = Daemon(config, runtime, manager, environ, partial(reload.read, args, environ))
+    daemon = Daemon(started, environ)
     try:
         trio.run(daemon.run, strict_exception_groups=True)
     except BaseExceptionGroup as group:
@@ -179,31 +136,22 @@ class Daemon:
     """One instance, from its lock to its last log line.
 
     Args:
-        config: as it was read at the start.
-        runtime: its directory.
-        manager: what is told of its state.
+        started: what it has been given on the way.
         environ: what its children inherit.
-        read: reads the configuration again.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        runtime: Path,
-        manager: ServiceManager,
-        environ: Mapping[str, str],
-        read: Callable[[], reload.Reading],
-    ) -> None:
-        self._config = config
-        self._runtime = runtime
-        self._manager = manager
+    def __init__(self, started: Started, environ: Mapping[str, str]) -> None:
+        config = self._config = started.config
+        self._runtime = started.runtime
+        self._manager = started.manager
         self._environ = environ
+        self._early_signals = started.signals
         self._stop_asked = trio.Event()
         self._hurry = trio.Event()
         self._failure: BackendFailed | None = None
-        self._listening: Listening
-        self._keys: tuple[str, ...] = ()
-        self._reloads = reload.Reloads(self, read)
+        self._listening = started.listening
+        self._keys = started.keys
+        self._reloads = reload.Reloads(self, partial(reload.read, started.args, environ))
         self._history = History()
         self._admission = Admission(config.http.max_pending)
         self._supervisor: Supervisor
@@ -237,39 +185,41 @@ class Daemon:
         """Serve until told to stop.
 
         Raises:
-            InstanceTaken, ConfigError, BackendFailed: see the exit statuses.
+            ConfigError, BackendFailed: see the exit statuses; alone or in a group.
         """
-        config, runtime = self._config, self._runtime
-        if config.http.api_key_file is not None:
-            self._keys = read_api_keys(Path(config.http.api_key_file))
-        mode = 0o750 if os.geteuid() == 0 or self._manager.present else 0o700
-        fallback = Path(paths.fallback_root(os.geteuid()))
-        if fallback in runtime.parents:
-            # Below /tmp: whoever owned that directory could put another one in ours' place.
-            ensure_private_dir(fallback, 0o700)
-        ensure_private_dir(runtime, mode)
-        instance_lock = InstanceLock(runtime / "onebitd.lock", config.instance)
-        instance_lock.acquire()
-        try:
-            launch = await trio.to_thread.run_sync(plan_launch, config, runtime, self._environ)
-            slots = SlotFiles(slots_dir(config, runtime))
-            swept = slots.sweep()
-            if swept:
-                log.info("swept", entries=swept, path=str(slots.path))
-            self._listening = open_listeners(config, self._manager, runtime)
-            guard = Guard()
-            try:
-                self._build(launch, slots, guard)
-                await self._run_services()
-            finally:
-                guard.close()
-                slots.sweep()
-                if not self._manager.listen_fds().get("control"):
-                    listeners.unlink_unix(runtime / paths.CONTROL_SOCKET)
-        finally:
-            instance_lock.release()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._watch_signals)
+            launch = await self._plan()
+            if launch is not None:
+                await self._serve(launch)
+            nursery.cancel_scope.cancel()
+        log.info("stopped", line="onebitd stopped")
         if self._failure is not None:
             raise self._failure
+        self._manager.status("stopped")  # it stays with the unit
+
+    async def _plan(self) -> Launch | None:
+        """Return what the decoder is started with, or None when the daemon is to stop first."""
+        launch = None
+        plan = partial(plan_launch, self._config, self._runtime, self._environ)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._cancel_when, self._stop_asked, nursery.cancel_scope)
+            launch = await trio.to_thread.run_sync(plan, abandon_on_cancel=True)
+            nursery.cancel_scope.cancel()
+        return launch
+
+    async def _serve(self, launch: Launch) -> None:
+        slots = SlotFiles(slots_dir(self._config, self._runtime))
+        swept = slots.sweep()
+        if swept:
+            log.info("swept", entries=swept, path=str(slots.path))
+        guard = Guard()
+        try:
+            self._build(launch, slots, guard)
+            await self._run_services()
+        finally:
+            guard.close()
+            slots.sweep()
 
     def _build(self, launch: Launch, slots: SlotFiles, guard: Guard) -> None:
         config = self._config
@@ -335,7 +285,6 @@ class Daemon:
         decoder = _Service(self._run_decoder)
         reloads = _Service(self._reloads.run)
         async with trio.open_nursery() as nursery:
-            await nursery.start(self._watch_signals)
             nursery.start_soon(self._notify)
             await reloads.start(nursery)
             await control.start(nursery)
@@ -366,9 +315,6 @@ class Daemon:
             self._history.close()
             await control.stop()
             nursery.cancel_scope.cancel()
-        if self._failure is None:
-            self._manager.status("stopped")  # it stays with the unit
-        log.info("stopped", line="onebitd stopped")
 
     def _announce(self) -> None:
         config = self._config
@@ -439,19 +385,23 @@ class Daemon:
     async def _watch_signals(
         self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        with trio.open_signal_receiver(*SIGNALS) as signals:
+            for number in self._early_signals:
+                self._take_signal(number)
             task_status.started()
             async for number in signals:
-                name = signal.Signals(number).name
-                if number == signal.SIGHUP and not sys.stderr.isatty():
-                    self._reloads.ask()
-                    continue
-                if self._stop_asked.is_set():
-                    log.warning("hurry", line=f"{name} again: running replies are cut off")
-                    self._hurry.set()
-                else:
-                    log.info("stopping", line=f"{name}: stopping; {self._what_it_waits_for()}")
-                    self._stop_asked.set()
+                self._take_signal(number)
+
+    def _take_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if number == signal.SIGHUP and not sys.stderr.isatty():
+            self._reloads.ask()
+        elif self._stop_asked.is_set():
+            log.warning("hurry", line=f"{name} again: running replies are cut off")
+            self._hurry.set()
+        else:
+            log.info("stopping", line=f"{name}: stopping; {self._what_it_waits_for()}")
+            self._stop_asked.set()
 
     def _what_it_waits_for(self) -> str:
         if self._admission.holder is None:

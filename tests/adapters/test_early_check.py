@@ -15,6 +15,7 @@ import pytest
 import trio
 import trio.testing
 
+from onebitd.adapters import state_reader
 from onebitd.adapters.directory_watch import DirectoryWatch
 from onebitd.adapters.early_check import EarlyCheck
 from onebitd.adapters.slot_files import RunFiles, SlotFiles
@@ -93,6 +94,7 @@ class Checks:
                 self.ended.set()
 
         monkeypatch.setattr(state_check, "plan", plan)
+        monkeypatch.setattr(state_reader, "_AT_ONCE_BYTES", -1)
 
     async def wait_begun(self) -> None:
         with trio.fail_after(20):
@@ -154,6 +156,27 @@ async def test_take_state_waits_for_an_early_check_that_is_on(
             checks.go.set()
     assert checks.count == 1
     assert not Path(run.state_path).exists()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["early", "late"])
+async def test_check_of_a_small_file_takes_no_thread(
+    is_late: bool,
+    run: RunFiles,
+    early: EarlyCheck,
+    checks: Checks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is over before a thread would have begun."""
+    monkeypatch.setattr(state_reader, "_AT_ONCE_BYTES", len(GOOD))
+    monkeypatch.setattr(trio.to_thread, "run_sync", None)
+    async with early.running():
+        path = place(run)
+        if not is_late:
+            await trio.testing.wait_all_tasks_blocked()
+            assert checks.ended.is_set()
+            assert is_leased(path)
+        await taken(run, early)
+    assert checks.count == 1
 
 
 async def test_early_check_that_comes_too_late_does_not_begin(

@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from onebitd.adapters import descriptors
+from onebitd.adapters import descriptors, http_connection
 from onebitd.core.errors import RequestError
 from tests.adapters.http_rig import Served, Talk, error_in, reply, serving
 
@@ -90,6 +90,20 @@ async def test_http_server_full_does_not_close_a_connection_whose_request_has_co
         await trio.testing.wait_all_tasks_blocked()
         assert served.server._make_room()
         assert await talk.rest() == b""
+
+
+async def test_http_server_limit_that_was_lowered_is_reached_as_soon_as_somebody_comes() -> None:
+    """Every kept connection beyond it is closed; the bug: one for each newcomer, so never."""
+    async with serving() as served:
+        running = await busy(served)
+        idle = [await kept(served) for _ in range(5)]
+        served.server.max_connections = 3
+        assert b"200" in await served.get("/")
+        for talk in idle[:4]:
+            assert await talk.rest() == b""
+        await idle[4].stream.send_all(GET)
+        assert (await idle[4].reply())[0] == 200
+        await running.stream.send_all(b"still here")
 
 
 async def test_http_server_client_that_is_not_admitted_gets_that_answer_only() -> None:
@@ -183,6 +197,43 @@ async def test_http_server_body_that_nobody_takes_ends_with_the_reply() -> None:
         await talk.stream.aclose()
         await trio.testing.wait_all_tasks_blocked()
         assert not served.server._connections
+
+
+async def test_http_server_body_in_tiny_chunks_leaves_others_their_turns() -> None:
+    """What one read brings is not worked off at a stretch; the bug: a fifth of a second for it."""
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            await trio.lowlevel.checkpoint()
+            for connection in served.server._connections:
+                most = max(most, len(connection._requests.inbox._pieces))
+
+    async with serving() as served, trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        talk = await served.connect(head + b"1\r\nx\r\n" * 9000 + b"0\r\n\r\n")
+        assert (await talk.reply())[2].count(b"x") == 9000
+        nursery.cancel_scope.cancel()
+    assert 0 < most < 500
+
+
+async def test_http_server_pipeline_that_goes_on_is_not_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long it is; what counts is that the server still takes some of it."""
+    monkeypatch.setattr(http_connection, "_READ_AHEAD_BYTES", 500)
+    monkeypatch.setattr(http_connection, "_FULL_S", 0.4)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await trio.sleep(0.05)
+        await reply(send, b"done")
+
+    async with serving(app) as served:
+        talk = await served.connect(GET * 36)
+        for _ in range(36):
+            assert (await talk.reply())[2] == b"done"
 
 
 async def test_http_server_stalled_readers_cost_what_the_kernel_holds_for_them() -> None:

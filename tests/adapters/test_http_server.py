@@ -118,6 +118,19 @@ async def test_http_server_client_that_leaves_during_a_reply_is_noticed(
         assert "/second" not in served.app.ended
 
 
+async def test_http_server_client_that_pipelined_and_left_holds_no_later_request() -> None:
+    """A request that begins when its client has left is never told so: it must not begin."""
+    async with serving() as served:
+        for _ in range(20):
+            talk = await served.connect(
+                b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET /wait HTTP/1.1\r\nHost: x\r\n\r\n"
+            )
+            await talk.stream.send_eof()
+        with trio.fail_after(10):
+            while len(served.app.ended) < 20 or served.server._connections:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+
+
 async def test_http_server_client_that_stops_reading_is_cut_off() -> None:
     """After write_timeout_s the application sees a disconnect; others are served meanwhile."""
     async with serving(write_timeout_s=0.2) as served:

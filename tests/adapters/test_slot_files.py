@@ -287,6 +287,7 @@ class PausedCheck:
                 self.ended.set()
 
         monkeypatch.setattr(state_check, "plan", plan)
+        monkeypatch.setattr(state_reader, "_AT_ONCE_BYTES", -1)
 
 
 async def test_take_state_file_exchanged_during_the_check_is_refused_and_removed(

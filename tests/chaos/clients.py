@@ -17,7 +17,7 @@ from tests.standins import tiny_decoder
 PATIENCE_S: Final = 60.0
 """An answer that takes longer is none."""
 WORDS: Final = ("lamb", "fleece", "snow", "school", "rule", "day", "teacher", "eager", "love")
-POLICIES: Final = ("always", "always", "always", "never", "auto", "strict", None)
+POLICIES: Final = ("always", None, "strict", "auto", *("never",) * 5)
 BEHAVIOURS: Final = ("reads",) * 12 + ("leaves at once", "leaves in the middle", "reads slowly")
 
 

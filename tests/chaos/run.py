@@ -28,7 +28,7 @@ keepalive_s = 0.3
 [backend]
 restart_max = 1000
 [provider]
-timeout_s = 0.7
+timeout_s = 0.5
 """
 
 
@@ -85,7 +85,9 @@ def chaos(*, seed: int, requests: int, clients: int = 8) -> Report:
     """
     with tempfile.TemporaryDirectory() as scratch, _little_disk() as disk:
         provider = quick_provider(Path(scratch))
-        with running_route(config=CONFIG, provider=provider, state_dir=disk) as route:
+        with running_route(
+            config=CONFIG, lock="wait_s = 0.3", provider=provider, state_dir=disk
+        ) as route:
             _warm_up(route)
             before_mib = _resident_mib(route)
             config = route.daemon.runtime.with_name("test.toml")

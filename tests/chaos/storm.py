@@ -120,7 +120,7 @@ def disk_is_full(place: Place, rng: random.Random) -> Iterator[None]:
 def is_reloaded(place: Place, rng: random.Random) -> Iterator[None]:
     """The configuration changes, and changes back."""
     text = place.config.read_text()
-    changed = (("wait_s = 1", "wait_s = 0.2"), ("max_pending = 64", "max_pending = 3"))
+    changed = (("wait_s = 0.3", "wait_s = 0.1"), ("max_pending = 64", "max_pending = 3"))
     place.config.write_text(text.replace(*rng.choice(changed)))
     _post(place, "/v1/reload")
     try:

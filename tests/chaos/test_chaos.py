@@ -10,6 +10,7 @@ from tests.chaos.run import chaos
 SEED = 7
 
 
+@pytest.mark.timeout(900)
 def test_chaos_every_reply_is_right_or_a_clear_error_and_nothing_is_left() -> None:
     """Two thousand requests in a storm; afterwards all is as before."""
     report = chaos(seed=SEED, requests=2000)

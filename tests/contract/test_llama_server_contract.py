@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from onebitd.core import state_check, state_file
+from tests.e2e.rig import DAYS
 from tests.harness import STANDINS
 from tests.llama_builds import (
     BUILDS,
-    DAYS,
     MODELS,
     LlamaBuild,
     LlamaClient,

@@ -22,12 +22,11 @@ from onebitd.adapters.share_listener import Shared, ShareListener, decoder_or_de
 from onebitd.core import gguf_header, share_layout, state_file
 from onebitd.core.errors import HandoffError
 from onebitd.core.state_layout import KvSection, Rows
+from tests.e2e.rig import DAYS, RHYME
 from tests.harness import STANDINS, descendants, is_alive, wait_until
 from tests.llama_builds import (
     BUILDS,
-    DAYS,
     MODELS,
-    RHYME,
     LlamaBuild,
     LlamaClient,
     LlamaFailed,

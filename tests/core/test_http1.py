@@ -63,6 +63,39 @@ def test_chunked_cut_short_is_an_error_at_the_end(chunks: list[bytes], length: i
         reader.feed_eof()
 
 
+SIZE_LINES = (b"%x", b"%X", b"000%x", b"%x ", b"%x;name=value", b"+%x", b"0x%x", b"1_%x", b" %x")
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.sampled_from([b"d" * 40, b"\r\n", b"a\r\n2\r\nbc", b"\r", b"1"]), max_size=4),
+    st.sampled_from(SIZE_LINES),
+    st.integers(0, 60),
+    st.integers(0, 6000),
+)
+def test_chunked_many_at_once_are_what_they_are_little_by_little(
+    odd: list[bytes], line: bytes, place: int, cut: int
+) -> None:
+    """A piece of many chunks is read as small pieces are, with line ends in the chunks or not."""
+    chunks = [b"0123456789" * 10] * 60
+    chunks[place:place] = odd
+    sizes = [b"%x" % len(chunk) for chunk in chunks]
+    sizes[min(place, len(sizes) - 1)] = line % len(chunks[min(place, len(sizes) - 1)])
+    pairs = zip(sizes, chunks, strict=True)
+    wire = b"".join(b"%b\r\n%b\r\n" % pair for pair in pairs) + b"0\r\n\r\n"
+
+    def outcome(pieces: list[bytes]) -> tuple[bytes, bool] | None:
+        reader = ChunkedReader()
+        try:
+            return feed_all(reader, pieces), reader.done
+        except FramingError:
+            return None
+
+    little_by_little = outcome([wire[at : at + 99] for at in range(0, len(wire), 99)])
+    assert outcome([wire]) == little_by_little
+    assert outcome(split(wire, [cut])) == little_by_little
+
+
 @given(st.binary(max_size=200), cuts)
 def test_chunked_any_bytes_give_a_body_or_a_framing_error(data: bytes, where: list[int]) -> None:
     """Nonsense is an error of one kind."""

@@ -85,10 +85,9 @@ def test_audit_spoiled_handoffs_are_found_named_and_end_the_providers_service(
     """Honest ones are fine to the bit; a stale row, a shifted layer and a head that is one percent
     off are each a strike that names the layer; the third ends its service until the reset."""
     daemon = audited.daemon
-    for prompt in (RHYME, DAYS):
-        assert audited.hand_off(HONEST, prompt)["outcome"] == "used"
-        last = audited.audit()["last"]
-        assert (last["ok"], last["error"]) == (True, 0.0)
+    assert audited.hand_off(HONEST)["outcome"] == "used"
+    last = audited.audit()["last"]
+    assert (last["ok"], last["error"]) == (True, 0.0)
     assert daemon.status()["state"] == "ready"
     assert audited.hand_off("zero_row")["reason"] == "bad_state"
 
@@ -99,7 +98,8 @@ def test_audit_spoiled_handoffs_are_found_named_and_end_the_providers_service(
         assert (found["last"]["layer"], found["last"]["part"]) == (LAYER, "K")
         if strikes == 1:
             assert audited.hand_off(HONEST, DAYS)["outcome"] == "used"
-            assert audited.audit()["strikes"] == strikes
+            again = audited.audit()
+            assert (again["strikes"], again["last"]["ok"], again["last"]["error"]) == (1, True, 0.0)
 
     warned = [record for record in daemon.log_records("audit") if record["level"] == "warning"]
     assert [record["layer"] for record in warned] == [LAYER] * 3

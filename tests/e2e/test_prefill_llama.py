@@ -398,7 +398,9 @@ def provider_at_work(
 
 
 @pytest.mark.parametrize(
-    ("signum", "llama_build"), zip((signal.SIGTERM, signal.SIGINT), BUILDS, strict=True)
+    ("signum", "llama_build"),
+    [(signal.SIGTERM, BUILDS[0]), (signal.SIGINT, BUILDS[1])],
+    ids=["term", "int"],
 )
 def test_provider_stopped_during_the_prefill_leaves_no_file_and_no_process(
     signum: signal.Signals, llama_build: LlamaBuild, smollm2: LlamaModel, short_path: Path

@@ -361,8 +361,7 @@ def test_real_state_of_the_second_slot_is_written_again_and_used(
 
 HANDOFFS = [
     Setup("qwen3", FA_OFF, "kv", builds="B"),
-    Setup("qwen3", (*FA_OFF, *K_Q8_0), "kv", builds="X"),
-    Setup("qwen2vl", FA_ON, "kv", builds="X"),
+    Setup("qwen2vl", (*FA_OFF, *K_Q8_0), "kv", builds="X"),
     Setup("deepseek2", FA_ON, "kv", builds="B"),
     # Each of these is handed over on the other build in test_damages_real.py.
     Setup("lfm2", FA_ON, "kv recr", builds="B"),

@@ -7,7 +7,7 @@ from typing import Any
 import schemathesis
 
 
-@schemathesis.check
+@schemathesis.check  # type: ignore[untyped-decorator] # it is installed beside, not here
 def explained(ctx: Any, response: Any, case: Any) -> None:
     """A server error has a message, and it is not that of a fault of the daemon's own."""
     del ctx, case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import subprocess
 from pathlib import Path
@@ -196,8 +197,8 @@ def test_unit_documentation_pages_exist(unit: Path) -> None:
 def test_unit_control_socket_is_where_onebitctl_looks() -> None:
     """Path, mode and group are those of interface and man page, and its service finds it."""
     (path,) = values(CONTROL_SOCKET, "ListenStream")
-    expected = paths.runtime_dir("%i", {}, 0) / paths.CONTROL_SOCKET
-    assert path == str(expected)
+    expected = posixpath.join(paths.runtime_dir("%i", {}, 0), paths.CONTROL_SOCKET)
+    assert path == expected
     assert values(CONTROL_SOCKET, "FileDescriptorName") == ["control"]
     assert values(CONTROL_SOCKET, "SocketMode") == ["0660"]
     assert values(CONTROL_SOCKET, "SocketGroup") == values(SERVICE, "Group")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import json
@@ -23,6 +24,7 @@ from onebitd import __version__
 from onebitd.core.control_api import ProviderReset, ReloadAnswer, RequestInFlight
 from onebitd.core.errors import ConfigError
 from onebitd.core.handoff import Outcome, Reason
+from onebitd.surfaces import cli
 from tests.surfaces.control_server import FakeView, control_app, make_record, serve_unix
 
 REPO = Path(__file__).parents[2]
@@ -467,6 +469,60 @@ async def test_import_pulls_in_nothing_of_the_daemon(served: Served) -> None:
     assert not [
         name for name in loaded if name.startswith(("onebitd.services", "onebitd.core.config"))
     ]
+
+
+async def test_status_imports_nothing_that_only_other_commands_need(served: Served) -> None:
+    """It feels instant: each module of these costs about as much as an idle interpreter."""
+    script = (
+        "import sys; from onebitd.surfaces.cli import main\n"
+        f"main(['--socket', {str(served.socket)!r}, 'status'])\n"
+        "print(*sys.modules, file=sys.stderr)\n"
+    )
+    done = await trio.run_process(
+        [sys.executable, "-c", script],
+        env=environment({}),
+        capture_stdout=True,
+        capture_stderr=True,
+    )
+    loaded = set(done.stderr.decode().split())
+    ours = {name for name in loaded if name.startswith("onebitd.surfaces.")}
+    assert ours == {f"onebitd.surfaces.{name}" for name in ("cli", "cli_status", "cli_text")}
+    unwanted = ("dataclasses", "http.client", "inspect", "ipaddress", "pathlib", "urllib.parse")
+    assert not loaded & set(unwanted)
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ([], None),
+        (["status"], "status"),
+        (["-i", "lock", "status", "config"], "status"),
+        (["--socket", "reload", "--instance=x", "-istop", "handoffs"], "handoffs"),
+        (["--help", "lock"], "lock"),
+        (["-i"], None),
+        (["--", "lock"], None),
+    ],
+)
+def test_command_of_a_command_line_is_its_first_word_that_is_no_value(
+    words: list[str], command: str | None
+) -> None:
+    """What is asked for decides what is imported; a wrong guess would refuse a right command."""
+    assert cli._command_of(words) == command
+
+
+def test_parser_of_one_command_knows_it_as_the_whole_parser_does() -> None:
+    """Leaving the others out changes nothing for it."""
+    for command, parser in choices(cli.build_parser()).items():
+        alone = choices(cli.build_parser(command))
+        assert alone[command].format_help() == parser.format_help()
+        assert len(alone) <= 4
+    assert choices(cli.build_parser("bogus")).keys() == choices(cli.build_parser()).keys()
+
+
+def choices(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of a parser's commands."""
+    (found,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    return dict(found.choices)
 
 
 @pytest.mark.parametrize(("closed", "status"), [(">&-", 0), (">&- 2>&-", 0), ("2>&-", 2)])

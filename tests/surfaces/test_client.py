@@ -251,7 +251,7 @@ def test_choose_socket_named_instance_is_found_in_the_session_directory(short_tm
 def twins(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """Return the sockets of a user's and of a system's instance of one name."""
     first, second = (short_tmp / side / "onebitd/twin/control.sock" for side in "ab")
-    system = PurePosixPath(second.parents[1])
+    system = str(second.parents[1])
     monkeypatch.setattr(paths, "SYSTEM_RUNTIME", system)
     return first, second
 

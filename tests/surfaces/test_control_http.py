@@ -218,6 +218,17 @@ async def test_unknown_path_is_a_json_404_that_lists_what_there_is(control: Cont
     assert "GET /v1/status" in body["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "target", ["http://[::1/v1/status", "http://x/v1/status", "*", "/v1/status#x", "/v1/%u0041"]
+)
+async def test_target_that_is_no_plain_path_is_a_json_400(control: Control, target: str) -> None:
+    """The framework does not see it: an address that is none made it answer 500, without a word."""
+    stream = await talk(control.path, f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    async with stream:
+        status, _, body = await read_reply(stream)
+    assert (status, json.loads(body)["error"]["code"]) == (400, 400)
+
+
 async def test_wrong_method_is_a_json_405_that_says_which(control: Control) -> None:
     """Looking is GET; what changes something is POST."""
     status, headers, body = await control.ask("/v1/status", "POST")

@@ -182,9 +182,11 @@ def test_client_forwarded_headers_leave_out_what_is_of_one_connection() -> None:
     """Hop-by-hop fields, those that Connection names, framing, and what the caller drops."""
     headers = [
         (b"host", b"x"),
+        (b"connection", b"X-Other"),
         (b"connection", b"keep-alive, X-Private"),
         (b"keep-alive", b"5"),
         (b"x-private", b"1"),
+        (b"x-other", b"1"),
         (b"content-length", b"3"),
         (b"transfer-encoding", b"chunked"),
         (b"expect", b"100-continue"),
