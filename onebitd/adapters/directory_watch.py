@@ -44,7 +44,7 @@ class DirectoryWatch:
             self._descriptor = self._library.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
         return self._descriptor >= 0
 
-    def add(self, directory: Path, mask: int) -> int | None:
+    def add(self, directory: str | Path, mask: int) -> int | None:
         """Watch a directory.
 
         Args:

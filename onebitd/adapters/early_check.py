@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Final
 
 import trio
@@ -36,9 +35,7 @@ class EarlyCheck:
         check: reads the file, a big one in another thread; StateFileError or OSError refuse it.
     """
 
-    def __init__(
-        self, path: Path, watch: DirectoryWatch, check: Callable[[OpenFile], None]
-    ) -> None:
+    def __init__(self, path: str, watch: DirectoryWatch, check: Callable[[OpenFile], None]) -> None:
         self._path = path
         self._watch = watch
         self._check = check
@@ -55,7 +52,7 @@ class EarlyCheck:
         it is. A thread that is still reading ends by itself, soon.
         """
         failure: Exception | None = None
-        number = self._watch.add(self._path.parent, MOVED_TO)
+        number = self._watch.add(os.path.dirname(self._path), MOVED_TO)
         try:
             async with trio.open_nursery() as nursery:
                 if number is not None:
@@ -90,8 +87,8 @@ class EarlyCheck:
         return (mine.st_dev, mine.st_ino, mine.st_size) == (info.st_dev, info.st_ino, info.st_size)
 
     async def _run(self, number: int) -> None:
-        awaited = (number, self._path.name)
-        while not any((event.number, event.name) == awaited for event in self._watch.read()):
+        awaited = (number, os.path.basename(self._path))
+        while awaited not in [(event.number, event.name) for event in self._watch.read()]:
             await trio.lowlevel.wait_readable(self._watch.fileno())
         if self._is_late:
             return
@@ -140,7 +137,7 @@ class EarlyCheck:
             os.close(leased)
 
 
-def _open_leased(path: Path) -> int | None:
+def _open_leased(path: str) -> int | None:
     """Open the file and take a lease on it; None for whatever is not as it should be."""
     try:
         descriptor = os.open(path, OPEN_FLAGS)

@@ -124,6 +124,11 @@ class Connection:
             return True
         return self._phase is _Phase.ENDED
 
+    @property
+    def is_stalled(self) -> bool:
+        """True while the client does not take what it is sent."""
+        return self._out.is_waiting
+
     def close_unless_busy(self) -> None:
         """Close it when no request is being served; part of a head is none."""
         if self._phase is not _Phase.BUSY:
@@ -195,7 +200,7 @@ class Connection:
         return self._requests.inbox.has_room and self._protocol.waiting_bytes <= _READ_AHEAD_BYTES
 
     async def _wait_room(self) -> bool:
-        """Return False when nothing of it is taken for too long; that much of it goes on may do."""
+        """Return False when nothing of what has come is taken for too long."""
         while not self._has_room:
             with trio.move_on_after(_FULL_S) as patience:
                 if self._requests.inbox.has_room:

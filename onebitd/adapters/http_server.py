@@ -18,14 +18,15 @@ from hypercorn.typing import ASGIFramework
 from onebitd.adapters.http_connection import Connection, Limits
 from onebitd.adapters.http_protocol import MAX_HEAD_BYTES, log
 from onebitd.adapters.http_writing import HeldHeads
+from onebitd.adapters.listeners import set_options
 from onebitd.core.errors import RequestError
 from onebitd.core.refusal import refusal
 
 _LINGER_S: Final = 0.4
 """After a stop: replies that are complete may still leave the building."""
-_SEND_BUFFER_BYTES: Final = 256 * 1024
-"""Of the kernel, for each connection: what a client that does not read costs at most, twice over.
-It would grow to megabytes; no stream of tokens needs them."""
+_ANSWER_S: Final = 1.0
+"""After a stop: a request that was cut off may still be told so. A provider that has to be killed
+takes half of it."""
 _NO_ROOM_S: Final = 0.1
 _NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_AFTER_S: Final = 5
@@ -117,11 +118,19 @@ class HttpServer:
     async def _end_connections(self) -> None:
         for connection in tuple(self._connections):
             connection.close_unless_busy()
-        if self._connections:
-            with trio.move_on_after(_LINGER_S):
-                await self._all_gone.wait()
+        began = trio.current_time()
+        await self._wait_gone(began + _LINGER_S)
+        for connection in tuple(self._connections):
+            if connection.is_stalled:
+                connection.abort()
+        await self._wait_gone(began + _ANSWER_S)
         for connection in tuple(self._connections):
             connection.abort()
+
+    async def _wait_gone(self, deadline: float) -> None:
+        if self._connections:
+            with trio.CancelScope(deadline=deadline):
+                await self._all_gone.wait()
 
     def _forget(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -134,7 +143,7 @@ class HttpServer:
         try:
             for listener in self._listeners:
                 listener.setblocking(False)
-                _set_options(listener)
+                set_options(listener)
             async with trio.open_nursery() as nursery:
                 for listener in self._listeners:
                     nursery.start_soon(self._accept, listener, connections)
@@ -216,13 +225,6 @@ class HttpServer:
         finally:
             self._turning_away -= 1
             sock.close()
-
-
-def _set_options(listener: socket.socket) -> None:
-    """Set what the connections inherit."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-    with contextlib.suppress(OSError):  # TCP only
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _client_address(address: Any) -> tuple[str, int] | None:  # noqa: ANN401 - the family decides

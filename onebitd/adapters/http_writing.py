@@ -73,6 +73,11 @@ class Outgoing:
         self._line = trio.Lock()  # held while somebody waits for the client
         self._unbroken = 0
 
+    @property
+    def is_waiting(self) -> bool:
+        """True while the client does not take what was written."""
+        return self._line.locked()
+
     async def write(self, data: bytes) -> None:
         """Write all of it; a head of a reply, with what comes next.
 

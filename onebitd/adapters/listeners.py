@@ -32,6 +32,9 @@ _TURN_AWAY_S = 0.5
 _TURN_AWAY_MOST = 400
 """For two sockets below the usual limit of open files, 1024."""
 _TURN_AWAY_READ_BYTES = 64 * 1024
+_SEND_BUFFER_BYTES = 256 * 1024
+"""Of the kernel, for each connection: what a client that does not read costs at most, twice over.
+It would grow to megabytes; no stream of tokens needs them."""
 _LISTEN = 0x0A
 _TIME_WAIT = 0x06
 _ADDRESS_MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -101,6 +104,13 @@ def open_unix(path: str | os.PathLike[str], mode: int, backlog: int = 128) -> so
             ) from exc
         raise ConfigError([f"cannot open the socket {name}: {exc.strerror}"]) from exc
     return sock
+
+
+def set_options(listener: socket.socket) -> None:
+    """Set what connections inherit; they do when they come, before anybody accepts them."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    with contextlib.suppress(OSError):  # TCP only
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def unlink_unix(path: str | os.PathLike[str]) -> None:

@@ -150,7 +150,10 @@ class Reply:
 
     def close(self) -> None:
         """Close the connection; may be called twice."""
-        _close(self._connection)
+        if self._call.waits:  # somebody else is in `read`, and has to be told
+            _close(self._connection)
+        else:
+            self._connection.close()
         self._fd = -1
         self._call.end()
 

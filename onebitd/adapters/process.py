@@ -126,6 +126,10 @@ def find_program(name: str, path: str | None = None) -> str:
     raise SpawnError(f"program {name} is not an executable file; check its mode")
 
 
+def _is_program(path: str) -> bool:
+    return "/" in path and os.path.isfile(path) and os.access(path, os.X_OK)
+
+
 class Child:
     """A running program, leader of its own process group.
 
@@ -161,12 +165,22 @@ class Child:
 
     async def wait(self) -> int:
         """Wait until the leader has ended; return its exit status. Cancelling leaves it running."""
-        async with self._reaped:
-            if self._popen.returncode is None:
-                await trio.lowlevel.wait_readable(self._pidfd)
-                self._popen.wait()
-                self._close_pipes()
+        if self._popen.returncode is None:
+            try:
+                self._reaped.acquire_nowait()  # `async with` gives others a turn: nobody is there
+            except trio.WouldBlock:
+                await self._reaped.acquire()
+            try:
+                await self._reap()
+            finally:
+                self._reaped.release()
         return self._popen.returncode or 0
+
+    async def _reap(self) -> None:
+        if self._popen.returncode is None:
+            await trio.lowlevel.wait_readable(self._pidfd)
+            self._popen.wait()
+            self._close_pipes()
 
     def _close_pipes(self) -> None:
         os.close(self._pidfd)
@@ -202,6 +216,9 @@ class Child:
             True when leader and group are gone; False when something survived SIGKILL (a process
             in uninterruptible sleep); then the caller decides what that means.
         """
+        if self._popen.returncode is not None and self.group_is_gone():
+            self._unguard()
+            return True
         with trio.CancelScope(shield=True):
             for number, grace_s in ((signal.SIGTERM, term_grace_s), (signal.SIGKILL, kill_grace_s)):
                 if grace_s <= 0 and number == signal.SIGTERM:
@@ -219,6 +236,9 @@ class Child:
         while not self.group_is_gone():  # the kernel has no event for it
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, _GONE_LAST_POLL_S)
+        self._unguard()
+
+    def _unguard(self) -> None:
         if self._guarded:
             self._guarded = False
             self._guard.remove(self.pid)
@@ -264,7 +284,8 @@ def spawn(
     Raises:
         SpawnError: the program cannot be started.
     """
-    find_program(argv[0])  # setpriv's own way of saying it is an exit status
+    if not _is_program(argv[0]):
+        find_program(argv[0])  # setpriv's own way of saying it is an exit status
     try:
         with _likelier_victim(oom_score_adj):
             popen = subprocess.Popen(
@@ -294,28 +315,38 @@ def _likelier_victim(oom_score_adj: int | None) -> Iterator[None]:
     the kernel's floor is what was last set with privilege. A /proc that is not there or is
     read-only is no reason not to start anything.
     """
-    before = None if oom_score_adj is None else _read_oom_score_adj()
-    if before is None or oom_score_adj is None or before >= oom_score_adj:
+    score = None if oom_score_adj is None else _open_oom_score_adj()
+    if score is None or oom_score_adj is None:
         yield
         return
-    _write_oom_score_adj(oom_score_adj)
     try:
-        yield
+        before = _number_in(score)
+        is_raised = before < oom_score_adj and _wrote(score, oom_score_adj)
+        try:
+            yield
+        finally:
+            if is_raised:
+                _wrote(score, before)
     finally:
-        _write_oom_score_adj(before)
+        os.close(score)
 
 
-def _read_oom_score_adj() -> int | None:
-    try:
-        with open(_OOM_SCORE_ADJ, "rb") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return None
+def _open_oom_score_adj() -> int | None:
+    with contextlib.suppress(OSError):
+        return os.open(_OOM_SCORE_ADJ, os.O_RDWR | os.O_CLOEXEC)
+    return None
 
 
-def _write_oom_score_adj(value: int) -> None:
-    with contextlib.suppress(OSError), open(_OOM_SCORE_ADJ, "wb") as file:
-        file.write(b"%d" % value)
+def _number_in(descriptor: int) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return int(os.pread(descriptor, 16, 0))
+    return sys.maxsize
+
+
+def _wrote(descriptor: int, number: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.pwrite(descriptor, b"%d" % number, 0) > 0
+    return False
 
 
 async def pump_lines(stream: trio.abc.ReceiveStream, on_line: Callable[[bytes], None]) -> None:
@@ -326,25 +357,34 @@ async def pump_lines(stream: trio.abc.ReceiveStream, on_line: Callable[[bytes], 
     last words are what a reason is made of, however late this loop gets to them.
     """
     lines = _Lines()
-    async with stream:
-        try:
-            while data := await _receive(stream):
-                ready = lines.feed(data)
-                for start in range(0, len(ready), _LINES_A_TURN):
-                    for line in ready[start : start + _LINES_A_TURN]:
-                        on_line(line)
-                    await trio.lowlevel.cancel_shielded_checkpoint()
-        except trio.Cancelled:
-            for line in [*lines.feed(_read_what_is_there(stream)), *lines.end()]:
-                on_line(line)
-            raise
+    try:
+        while data := await _receive(stream):
+            ready = lines.feed(data)
+            for start in range(0, len(ready), _LINES_A_TURN):
+                for line in ready[start : start + _LINES_A_TURN]:
+                    on_line(line)
+                await trio.lowlevel.cancel_shielded_checkpoint()
+    except trio.Cancelled:
+        for line in [*lines.feed(_read_what_is_there(stream)), *lines.end()]:
+            on_line(line)
+        raise
+    finally:
+        if isinstance(stream, trio.lowlevel.FdStream):
+            stream.close()
+        else:
+            await trio.aclose_forcefully(stream)
     for line in lines.end():
         on_line(line)
 
 
 async def _receive(stream: trio.abc.ReceiveStream) -> bytes:
     try:
-        return bytes(await stream.receive_some(_READ_BYTES))
+        if not isinstance(stream, trio.lowlevel.FdStream):
+            return bytes(await stream.receive_some(_READ_BYTES))
+        while True:  # a stream would try first, and give others a turn, where nothing is there yet
+            await trio.lowlevel.wait_readable(stream.fileno())
+            with contextlib.suppress(BlockingIOError):
+                return os.read(stream.fileno(), _READ_BYTES)
     except (OSError, trio.BrokenResourceError):
         return b""
 

@@ -48,7 +48,9 @@ class SlotFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._name = str(path)  # a path's own operators cost more than the system calls
         self._example: bytes | None = None
+        self._example_path = f"{path}/{_EXAMPLE_NAME}"
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             info = path.lstat()
@@ -84,7 +86,7 @@ class SlotFiles:
 
     def remove(self, name: str) -> None:
         """Remove a state file; it may be gone already."""
-        _remove(self.path / name)
+        _remove(f"{self._name}/{name}")
 
     def keep_example(self, name: str) -> None:
         """Keep a state file of the running decoder for providers to read; without one they guess.
@@ -95,25 +97,27 @@ class SlotFiles:
         self._example = None
         with contextlib.suppress(OSError):
             (self.path / name).chmod(0o600)  # llama-server's umask may be any
-            (self.path / name).replace(self.path / _EXAMPLE_NAME)
-            self._example = (self.path / _EXAMPLE_NAME).read_bytes()
+            (self.path / name).replace(self._example_path)
+            self._example = Path(self._example_path).read_bytes()
 
     def drop_example(self) -> None:
         """Remove the example: the decoder that wrote it is gone."""
         self._example = None
-        _remove(self.path / _EXAMPLE_NAME)
+        _remove(self._example_path)
 
     def example(self) -> str | None:
         """Return the path of the decoder's example, None while there is none.
 
         It is written again if somebody removed it: the decoder will not until it restarts.
         """
-        path = self.path / _EXAMPLE_NAME
-        if self._example is not None and not path.is_file():
+        path = self._example_path
+        if os.path.isfile(path):
+            return path
+        if self._example is not None:
             with contextlib.suppress(OSError):
                 self.ensure()
                 _write_private(path, self._example)
-        return str(path) if path.is_file() else None
+        return path if os.path.isfile(path) else None
 
     def check_space(self, wanted_bytes: int) -> None:
         """See that a state file of this size fits.
@@ -121,9 +125,8 @@ class SlotFiles:
         Raises:
             HandoffError: `no_space`.
         """
-        self.ensure()
         try:
-            info = os.statvfs(self.path)
+            info = self._statvfs()
         except OSError as error:
             raise HandoffError(
                 Reason.NO_SPACE, f"{self.path} cannot hold a state file: {error.strerror}"
@@ -136,42 +139,45 @@ class SlotFiles:
                 "make room or set handoff.state_dir",
             )
 
+    def _statvfs(self) -> os.statvfs_result:
+        try:
+            return os.statvfs(self._name)
+        except FileNotFoundError:
+            self.ensure()
+            return os.statvfs(self._name)
+
     def new_run(self, tokens: Sequence[int]) -> RunFiles:
         """Make one run's directory with its ids file; the caller removes it.
 
         Raises:
             HandoffError: `no_space`, whatever keeps the ids from being written.
         """
-        directory = self.path / f"{_RUN_PREFIX}{secrets.token_hex(8)}"
+        run = RunFiles(self, f"{self._name}/{_RUN_PREFIX}{secrets.token_hex(8)}")
         try:
-            directory.mkdir(mode=0o700)
-            _write_private(
-                directory / provider_contract.TOKENS_FILE, provider_contract.format_tokens(tokens)
-            )
+            os.mkdir(run.directory, mode=0o700)
+            _write_private(run.tokens_path, provider_contract.format_tokens(tokens))
         except OSError as error:
-            _remove(directory)
+            run.remove()
             raise HandoffError(
                 Reason.NO_SPACE, f"cannot write the ids file in {self.path}: {error.strerror}"
             ) from error
-        return RunFiles(self, directory)
+        return run
 
 
 class RunFiles:
-    """One run's directory; `remove()` takes it away with all that is in it."""
+    """One run's directory; `remove()` takes it away with all that is in it.
 
-    def __init__(self, slots: SlotFiles, directory: Path) -> None:
+    Attributes:
+        directory: its path.
+        tokens_path: of the ids file.
+        state_path: where the provider writes its state file.
+    """
+
+    def __init__(self, slots: SlotFiles, directory: str) -> None:
         self._slots = slots
-        self._directory = directory
-
-    @property
-    def tokens_path(self) -> str:
-        """The ids file."""
-        return str(self._directory / provider_contract.TOKENS_FILE)
-
-    @property
-    def state_path(self) -> str:
-        """Where the provider writes its state file."""
-        return str(self._directory / provider_contract.STATE_FILE)
+        self.directory = directory
+        self.tokens_path = f"{directory}/{provider_contract.TOKENS_FILE}"
+        self.state_path = f"{directory}/{provider_contract.STATE_FILE}"
 
     def write_header(self, header: bytes) -> str:
         """Write the decoder's share message for the provider; return its path.
@@ -179,14 +185,14 @@ class RunFiles:
         Raises:
             HandoffError: `no_space`, whatever keeps it from being written.
         """
-        path = self._directory / provider_contract.HEADER_FILE
+        path = f"{self.directory}/{provider_contract.HEADER_FILE}"
         try:
             _write_private(path, header)
         except OSError as error:
             raise HandoffError(
                 Reason.NO_SPACE, f"cannot write the layout file {path}: {error.strerror}"
             ) from error
-        return str(path)
+        return path
 
     def early_check(
         self,
@@ -202,7 +208,7 @@ class RunFiles:
             watch: see `EarlyCheck`; the rest as for `state_check.check`.
         """
         what = (layout, tuple(tokens), swa_window, baseline)
-        return EarlyCheck(Path(self.state_path), watch, lambda file: file.check(*what))
+        return EarlyCheck(self.state_path, watch, lambda file: file.check(*what))
 
     async def take_state(
         self,
@@ -235,7 +241,7 @@ class RunFiles:
             if early is None or not early.vouches_for(identity):
                 await _check(os.dup(descriptor), layout, tuple(tokens), swa_window, baseline)
             name = self._slots.new_name()
-            target = self._slots.path / name
+            target = f"{self._slots.path}/{name}"
             os.fchmod(descriptor, 0o600)
             os.rename(self.state_path, target)
             moved = os.lstat(target)
@@ -256,7 +262,11 @@ class RunFiles:
 
     def remove(self) -> None:
         """Remove the directory and everything in it."""
-        _remove(self._directory)
+        try:  # all that there is once a good state was taken
+            os.unlink(self.tokens_path)
+            os.rmdir(self.directory)
+        except OSError:
+            _remove(self.directory)
 
 
 def _open_state(path: str) -> int:
@@ -311,16 +321,21 @@ async def _check(
         file.give_up()
 
 
-def _write_private(path: Path, data: bytes) -> None:
+def _write_private(path: str, data: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+    finally:
+        os.close(descriptor)
 
 
-def _remove(path: Path) -> None:
+def _remove(path: str | Path) -> None:
     """Remove what can be removed; the rest is for the next sweep, and no request's fault."""
-    if path.is_dir() and not path.is_symlink():
+    try:
+        os.unlink(path)
+    except IsADirectoryError:
         shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+    except OSError:
+        pass

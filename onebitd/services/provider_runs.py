@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -223,11 +224,12 @@ class ProviderRuns:
         return None
 
     async def _got_turn(self, deadline: float) -> bool:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        with contextlib.suppress(trio.WouldBlock):
+            self._turn.acquire_nowait()  # no turn of the loop where nobody is in the way
+            return True
         with trio.move_on_at(deadline) as waiting:
-            try:
-                self._turn.acquire_nowait()
-            except trio.WouldBlock:
-                await self._turn.acquire()
+            await self._turn.acquire()
         return not waiting.cancelled_caught
 
     def _end_use(self) -> None:
@@ -344,11 +346,12 @@ class ProviderRuns:
 
     @contextlib.asynccontextmanager
     async def _its_turn(self) -> AsyncIterator[None]:
-        async with self._turn:
-            try:
-                yield
-            finally:
-                self.running = None
+        await self._got_turn(math.inf)
+        try:
+            yield
+        finally:
+            self.running = None
+            self._turn.release()
 
     def _note_ended_well(self) -> float:
         assert self.running is not None  # noqa: S101 - a program was started
@@ -453,13 +456,19 @@ def _taken_by_next_run(lock: DeviceLock) -> HandoffError:
     )
 
 
-@contextlib.contextmanager
-def timed(record: HandoffRecord, field: str) -> Iterator[None]:
-    """Add the time spent inside to a `_ms` field of the record, whatever happens inside."""
-    started = time.monotonic()
-    try:
-        yield
-    finally:
-        setattr(
-            record, field, (getattr(record, field) or 0.0) + (time.monotonic() - started) * 1000.0
-        )
+class timed:
+    """Adds the time spent inside to a `_ms` field of the record, whatever happens inside."""
+
+    __slots__ = ("_field", "_record", "_started")
+
+    def __init__(self, record: HandoffRecord, field: str) -> None:
+        self._record, self._field = record, field
+        self._started = time.monotonic()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        record, field = self._record, self._field
+        spent_ms = (time.monotonic() - self._started) * 1000.0
+        setattr(record, field, (getattr(record, field) or 0.0) + spent_ms)

@@ -30,7 +30,6 @@ MAX_LIMIT: Final = 1000
 
 _PARAMETERS: Final = ("limit", "outcome", "since", "follow")
 _MAX_BODY_BYTES: Final = 65536
-_TYPES: Final = {400: "invalid_request_error", 404: "not_found_error", 405: "invalid_request_error"}
 
 
 class ControlView(Protocol):
@@ -270,7 +269,10 @@ def _render_error(error: HTTPException) -> Response:
         message = f"{request.method} is not allowed on {request.path}: use {wanted}"
     elif code >= 500:
         message = "onebitd failed to answer; its log says why"
-    body = {"error": {"message": message, "type": _TYPES.get(code, "server_error"), "code": code}}
+    kind = "server_error" if code >= 500 else "invalid_request_error"
+    if code == 404:
+        kind = "not_found_error"
+    body = {"error": {"message": message, "type": kind, "code": code}}
     response = jsonify(body)
     response.status_code = code
     if isinstance(error, MethodNotAllowed) and error.valid_methods:

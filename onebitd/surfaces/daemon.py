@@ -20,7 +20,7 @@ import structlog
 import trio
 
 from onebitd import __version__
-from onebitd.adapters import descriptors, logsetup, peers
+from onebitd.adapters import descriptors, logsetup, memory, peers
 from onebitd.adapters.config_file import readable_by_all
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.http_server import HttpServer
@@ -200,6 +200,8 @@ class Daemon:
 
     async def _plan(self) -> Launch | None:
         """Return what the decoder is started with, or None when the daemon is to stop first."""
+        if self._stop_asked.is_set():
+            return None
         launch = None
         plan = partial(plan_launch, self._config, self._runtime, self._environ)
         async with trio.open_nursery() as nursery:
@@ -373,6 +375,7 @@ class Daemon:
                 await nursery.start(self._supervisor.run)
                 self._tell_manager()
                 self._manager.ready()
+                memory.settle()
                 task_status.started()
         except* BackendFailed as group:
             failure = _first(group)

@@ -74,6 +74,8 @@ def open_listeners(config: Config, manager: ServiceManager, runtime: Path) -> Li
     if not control:
         mode = 0o660 if os.geteuid() == 0 or manager.present else 0o600
         control = [listeners.open_unix(runtime / paths.CONTROL_SOCKET, mode)]
+    for one in (*public, *control):
+        listeners.set_options(one)
     tcp = [one for one in public if one.family != socket.AF_UNIX]
     return Listening(
         control,

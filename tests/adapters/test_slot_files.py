@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from onebitd.adapters import state_reader
 from onebitd.adapters.slot_files import RunFiles, SlotFiles
 from onebitd.core import state_check, state_cursor, state_file
 from onebitd.core.errors import ConfigError, HandoffError
@@ -366,9 +367,10 @@ def open_files() -> list[str]:
 
 
 async def test_take_state_cancelled_before_its_thread_starts_leaves_no_descriptor(
-    run: RunFiles,
+    run: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bug: the thread never came to close the copy that was made for it."""
+    monkeypatch.setattr(state_reader, "_AT_ONCE_BYTES", -1)
     Path(run.state_path).write_bytes(GOOD)
     before = descriptors()
     with trio.CancelScope() as scope:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.bench.measure import median
@@ -16,6 +17,7 @@ from tests.bench.relay_fronts import Extent, running_relay
 from tests.bench.relay_load import cpu_ns
 from tests.bench.relay_rows import Row, at_most, told
 from tests.harness import RunningDaemon, clean_environ
+from tests.llama_builds import short_temporary_directory
 
 HEAVY = ("trio", "httpx2", "quart", "hypercorn", "structlog")
 STATUS = "from onebitd.surfaces.cli import main; status = main(['--socket', '{}', 'status'])"
@@ -24,7 +26,7 @@ STARTS = 5
 
 def idle_rows(code: Path, extent: Extent) -> list[Row]:
     """Measure an idle daemon, `onebitctl status`, and starts."""
-    with running_relay(code) as daemon:
+    with as_installed(code) as env, running_relay(code, env=env) as daemon:
         time.sleep(1.0)  # what a start leaves to do
         rows = quiet_rows(daemon, extent.idle_s)
         rows += status_rows(daemon, code, extent.leaves)
@@ -39,6 +41,17 @@ def idle_rows(code: Path, extent: Extent) -> list[Row]:
         at_most(what, median(took for took, _ in cpu), 0.5, " s", note),
         told(what + asks, median(took for took, _ in hybrid), " s"),
     ]
+
+
+@contextlib.contextmanager
+def as_installed(code: Path) -> Iterator[dict[str, str]]:
+    """Yield an environment without what only the tools of development bring along.
+
+    structlog imports `rich` where there is one; nothing of onebitd does, and 3 MiB are its own.
+    """
+    with short_temporary_directory() as hidden:
+        (hidden / "rich.py").write_text('raise ImportError("no dependency of onebitd")\n')
+        yield {"PYTHONPATH": f"{hidden}:{code}"}
 
 
 def quiet_rows(daemon: RunningDaemon, seconds: float) -> list[Row]:

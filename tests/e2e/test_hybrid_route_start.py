@@ -5,10 +5,14 @@ The part of the design document's `hybrid_route` checks that needs no handoff.
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,7 +26,7 @@ from tests.e2e.standin_route import (
     running_route,
     said,
 )
-from tests.harness import wait_until
+from tests.harness import running_onebitd, wait_until
 from tests.llama_builds import short_temporary_directory
 from tests.standins import tiny_state
 
@@ -294,6 +298,97 @@ def test_decoder_that_dies_too_often_ends_onebitd_with_4() -> None:
         assert reply.status == 503
         assert route.daemon.process.wait(30) == 4
         assert "the decoder died 2 times within 300 s" in route.daemon.log_path.read_text()
+
+
+@dataclass(frozen=True)
+class SlowToList:
+    """A decoder that lists its devices only when it is let."""
+
+    home: Path
+
+    @property
+    def program(self) -> Path:
+        """Its program."""
+        path = self.home / "decoder"
+        if not path.exists():
+            os.mkfifo(self.home / "gate")
+            path.write_text(
+                "#!/bin/sh\n"
+                f'case "$*" in *--list-devices*) : >"{self.home}/asked"; cat "{self.home}/gate";;'
+                f' esac\nexec "{sys.executable}" {DECODER} "$@"\n'
+            )
+            path.chmod(0o755)
+        return path
+
+    def wait_asked(self) -> None:
+        """Wait until it has been asked."""
+        wait_until((self.home / "asked").exists, "llama-server is asked for its devices")
+
+    def let(self) -> None:
+        """Have it answer."""
+        with (self.home / "gate").open("w"):
+            pass
+
+
+def test_who_connects_before_the_decoder_is_known_waits_and_is_answered(home: Path) -> None:
+    """The port is open at once: a client that comes early gets an answer, not a refusal."""
+    with short_temporary_directory() as directory:
+        decoder = SlowToList(directory)
+        host = "127.77.0.1"  # nobody else listens there
+        with socket.create_server((host, 0)) as free:
+            port = free.getsockname()[1]
+        with running_onebitd(
+            *("--host", host, "--port", str(port)),
+            model=home / "tiny.gguf",
+            llama_server=decoder.program,
+            backend_args=["--load-delay", "60"],
+            wait_ready=False,
+        ) as daemon:
+            decoder.wait_asked()
+            client = http.client.HTTPConnection(host, port, timeout=60)
+            client.request("GET", "/health")
+            assert daemon.log_records("listening") == []
+            decoder.let()
+            reply = client.getresponse()
+            assert (reply.status, json.loads(reply.read())["error"]["code"]) == (503, 503)
+            client.close()
+
+
+def test_signal_before_the_decoder_is_known_ends_it_in_order(home: Path) -> None:
+    """The sockets are open by then: they are closed and removed, and the status is 0."""
+    with short_temporary_directory() as directory:
+        decoder = SlowToList(directory)
+        with running_onebitd(
+            model=home / "tiny.gguf", llama_server=decoder.program, wait_ready=False
+        ) as daemon:
+            decoder.wait_asked()
+            assert (daemon.runtime / "control.sock").is_socket()
+            assert daemon.stop() == 0
+            assert len(daemon.log_records("stopped")) == 1
+        decoder.let()
+
+
+def test_signal_while_the_event_loop_is_imported_ends_it_in_order(home: Path) -> None:
+    """The same before anything runs that could receive a signal."""
+    with running_onebitd(
+        model=home / "tiny.gguf", llama_server=DECODER, wait_ready=False
+    ) as daemon:
+        wait_until((daemon.runtime / "control.sock").is_socket, "it listens")
+        assert daemon.stop() == 0
+        assert len(daemon.log_records("stopping")) == 1
+
+
+def test_llama_server_that_is_no_program_ends_with_2_and_leaves_no_socket(
+    home: Path, runtime: Path
+) -> None:
+    """It is noticed when the sockets are open already."""
+    (home / "text").write_text("not a program\n")
+    (home / "text").chmod(0o755)
+    argv = ["-m", str(home / "tiny.gguf"), "--llama-server", str(home / "text"), "--port", "0"]
+    done = run_onebitd(*argv, runtime=runtime)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"onebitd: backend.llama_server: {home}/text --list-devices: ")
+    assert (runtime / "onebitd.lock").exists()
 
 
 def test_decoder_that_hangs_while_it_loads_is_given_up(home: Path, runtime: Path) -> None:

@@ -240,6 +240,12 @@ async def test_wrong_method_is_a_json_405_that_says_which(control: Control) -> N
     assert "use POST" in body["error"]["message"]
 
 
+async def test_body_that_is_too_large_is_the_clients_fault(control: Control) -> None:
+    """A 413 with its type; nothing here takes so much."""
+    status, _, body = await control.ask("/v1/requests/cancel", "POST", "x" * 70_000)
+    assert (status, body["error"]["type"]) == (413, "invalid_request_error")
+
+
 async def test_reload_good_is_the_answer_in_its_order(control: Control) -> None:
     """What has changed, what has not, and what will not work."""
     control.view.reloaded = ReloadAnswer(["log.level"], ["model.path"], ["provider.program: no"])

@@ -238,7 +238,7 @@ class Box:
             if found:
                 return found
             assert time.monotonic() < deadline, f"timed out waiting: {what}"
-            time.sleep(0.05)
+            time.sleep(0.1)  # a look is four programs
 
     def diagnosis(self) -> str:
         """Return the journal's last lines, for the report of a test that failed; never raises."""
