@@ -7,12 +7,10 @@ of it.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
-import trio
 from hypercorn.typing import (
     ASGIFramework,
     ASGIReceiveCallable,
@@ -26,13 +24,10 @@ from onebitd.core import cors, guards
 from onebitd.core.api_keys import ApiKeys
 from onebitd.core.config import HttpConfig
 from onebitd.core.errors import RequestError
+from onebitd.surfaces.relay import Client, Headers
 
 HEALTH_PATHS: Final = ("/health", "/v1/health")
-_DISCARD_S: Final = 2.0
-_END_S: Final = 60.0
 _SECRET_BYTES: Final = 32
-
-Headers = list[tuple[bytes, bytes]]
 
 
 def asks_for_health(scope: HTTPScope) -> bool:
@@ -67,15 +62,16 @@ class Gate:
             guards.check_framing(headers, head, scope["http_version"])
         except RequestError as error:
             # Whatever follows on this connection, nobody can tell where it begins.
-            await answer(send, error, head, [(b"connection", b"close")])
+            await _answer(Client(scope, receive, send), error, [(b"connection", b"close")])
             return None
         try:
             guards.check_page(head, self._welcome)
         except RequestError as error:
-            await _turn_away(receive, send, error, head)
+            await _turn_away(Client(scope, receive, send), error)
             return None
         if cors.is_preflight(scope["method"], head):
-            await _send_whole(send, 204, cors.preflight_reply(head), b"")
+            client = Client(scope, receive, send)
+            await client.send_whole(204, cors.preflight_reply(head), b"")
             return None
         origin = head.get(b"origin")
         if origin is not None:
@@ -86,7 +82,7 @@ class Gate:
             self._check_key(scope["method"], headers)
             guards.check_request(scope["method"], _target_of(scope), scope["path"])
         except RequestError as error:
-            await _turn_away(receive, send, error, head)
+            await _turn_away(Client(scope, receive, send), error)
             return None
         return send
 
@@ -103,40 +99,15 @@ _SAID_WITH: Final[dict[int, Headers]] = {
 """What the status asks for (RFC 9110, sections 11.6.1 and 15.5.6)."""
 
 
-async def _turn_away(
-    receive: ASGIReceiveCallable, send: ASGISendCallable, error: RequestError, head: guards.Head
-) -> None:
-    """Let the client finish writing, for a while, since many read no answer before; then answer."""
-    with trio.move_on_after(_DISCARD_S):
-        while True:
-            message: Any = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            if not message.get("more_body", False):
-                break
-    await answer(send, error, head, _SAID_WITH.get(error.status, []))
+async def _turn_away(client: Client, error: RequestError) -> None:
+    """Answer with an error, once the client has finished writing."""
+    await client.discard_body()
+    await _answer(client, error, _SAID_WITH.get(error.status, []))
 
 
-async def answer(
-    send: ASGISendCallable, error: RequestError, head: guards.Head, more: Headers
-) -> None:
-    """Answer a request with an error in the public shape, its id, and more headers."""
-    body = json.dumps(error.body()).encode()
-    request_id = guards.request_id_of(head) or secrets.token_hex(8)
-    headers = [
-        (b"content-type", b"application/json; charset=utf-8"),
-        (b"x-request-id", request_id.encode("ascii")),
-        *more,
-        (b"content-length", b"%d" % len(body)),
-    ]
-    await _send_whole(send, error.status, headers, body)
-
-
-async def _send_whole(send: ASGISendCallable, status: int, headers: Headers, body: bytes) -> None:
-    # Shielded: a stop must not come between a head and its body.
-    with trio.CancelScope(shield=True, deadline=trio.current_time() + _END_S):
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+async def _answer(client: Client, error: RequestError, more: Headers) -> None:
+    request_id = guards.request_id_of(dict(client.headers)) or secrets.token_hex(8)
+    await client.send_error(error, [(b"x-request-id", request_id.encode("ascii")), *more])
 
 
 def guard_control(app: ASGIFramework) -> ASGIFramework:
@@ -148,15 +119,12 @@ def guard_control(app: ASGIFramework) -> ASGIFramework:
     """
 
     async def guarded(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        error = None
-        head = {}
         if scope["type"] == "http":
-            head = dict(scope["headers"])
-            error = _why_not_control(head, _target_of(scope))
-        if error is not None:
-            await _turn_away(receive, send, error, head)
-        else:
-            await app(scope, receive, send)
+            error = _why_not_control(dict(scope["headers"]), _target_of(scope))
+            if error is not None:
+                await _turn_away(Client(scope, receive, send), error)
+                return
+        await app(scope, receive, send)
 
     return guarded
 

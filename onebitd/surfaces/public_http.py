@@ -23,7 +23,7 @@ from onebitd.services.handoff import Handoffs
 from onebitd.services.in_flight import Entry
 from onebitd.services.supervisor import BackendFacts
 from onebitd.surfaces.gate import Gate, asks_for_health
-from onebitd.surfaces.relay import JSON_TYPE, Client, ClientGone
+from onebitd.surfaces.relay import JSON_TYPE, Client, ClientGone, end_to_end
 
 log = structlog.get_logger()
 
@@ -252,7 +252,7 @@ class PublicApp:
             body = await reply.read_all()
         finally:
             reply.close()
-        return _Polled(trio.current_time(), reply.status, list(reply.headers), body)
+        return _Polled(trio.current_time(), reply.status, end_to_end(reply.headers), body)
 
     async def _answer_health(self, client: Client) -> None:
         """Say whether a request would be served now, in the decoder's own words."""

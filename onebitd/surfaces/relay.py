@@ -47,6 +47,7 @@ _PIECE_S: Final = 60.0
 _SLOWEST_BYTES_PER_S: Final = 1024
 """After the first minute a body must have come faster than this on the average."""
 _DISCARD_S: Final = 2.0
+_NO_CONTENT: Final = 204
 _BLANK_LINES: Final = (b"\n\n", b"\r\n\r\n")
 _COMMENT: Final = b": waiting for the prompt\n\n"
 
@@ -103,7 +104,7 @@ class Client:
         if declared in (None, b"0") and b"transfer-encoding" not in fields:
             return b""
         if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
-            await self._discard_body()
+            await self.discard_body()
             raise _too_large(limit_bytes)
         body = bytearray()
         more = True
@@ -127,11 +128,11 @@ class Client:
             )
         if more:
             body.clear()
-            await self._discard_body()
+            await self.discard_body()
             raise _too_large(limit_bytes)
         return bytes(body)
 
-    async def _discard_body(self) -> None:
+    async def discard_body(self) -> None:
         """Let the client finish writing, for a while: many read no answer before that."""
         with trio.move_on_after(_DISCARD_S):
             while True:
@@ -231,8 +232,9 @@ class Client:
                 self._comments_held = False
                 raise
         if not self._head_sent:
-            headers = [(name, value) for name, value in reply.headers if name not in HOP_BY_HOP]
-            await self._send_head(reply.status, headers + added, is_stream=is_stream)
+            await self._send_head(
+                reply.status, end_to_end(reply.headers) + added, is_stream=is_stream
+            )
         if data is None:
             self._comments_held = False  # a decoder may begin a stream long before it says a word
             data = await reply.read()
@@ -273,17 +275,13 @@ class Client:
 
     async def send_whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Answer with a body that is there already."""
-        kept = [
-            (name, value)
-            for name, value in headers
-            if name not in HOP_BY_HOP and name != b"content-length"
-        ]
+        kept = [(name, value) for name, value in headers if name != b"content-length"]
+        if status != _NO_CONTENT:
+            kept.append((b"content-length", b"%d" % len(body)))
         await self._hold_comments()
         # Shielded: a stop must not come between a head and its body.
         with _bounded():
-            await self._send_head(
-                status, [*kept, (b"content-length", str(len(body)).encode())], is_stream=False
-            )
+            await self._send_head(status, kept, is_stream=False)
             await self._send_end(body)
 
     async def _send_error_event(self, message: str, status: int, kind: str) -> None:
@@ -314,6 +312,11 @@ class Client:
 
 class ClientGone(Exception):
     """The client left before its request was complete."""
+
+
+def end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
+    """Return the headers of a reply that are for the client, not for one connection."""
+    return [(name, value) for name, value in headers if name not in HOP_BY_HOP]
 
 
 def _bounded() -> trio.CancelScope:

@@ -17,7 +17,7 @@ from onebitd.adapters.http_server import HttpServer
 from onebitd.adapters.llama_server import Reply
 from onebitd.core.errors import BackendError, BackendGone, RequestError
 from onebitd.core.http1 import body_reader
-from onebitd.surfaces.relay import Client, ClientGone, Headers
+from onebitd.surfaces.relay import Client, ClientGone, Headers, end_to_end
 
 STREAM: Headers = [(b"content-type", b"text/event-stream"), (b"transfer-encoding", b"chunked")]
 JSON: Headers = [(b"content-type", b"application/json"), (b"content-length", b"10")]
@@ -729,10 +729,15 @@ async def test_run_work_that_fails_comes_out_unwrapped_and_outer_cancels_pass() 
     assert not server.client.gone
 
 
-async def test_send_whole_replaces_the_length_and_leaves_out_connection_headers() -> None:
+async def test_send_whole_replaces_the_length() -> None:
     """A polled answer is framed by its own bytes."""
     server = Server()
-    headers: Headers = [(b"content-length", b"999"), (b"connection", b"close"), (b"x-a", b"1")]
-    await server.client.send_whole(200, headers, b"abc")
+    await server.client.send_whole(200, [(b"content-length", b"999"), (b"x-a", b"1")], b"abc")
     assert server.head == (200, [(b"x-a", b"1"), (b"content-length", b"3")])
     assert (server.body, server.ended) == (b"abc", True)
+
+
+def test_end_to_end_leaves_out_the_headers_of_one_connection() -> None:
+    """Whatever the decoder says about its connection is not about the client's."""
+    headers = [(b"connection", b"close"), (b"x-a", b"1"), (b"transfer-encoding", b"chunked")]
+    assert end_to_end(headers) == [(b"x-a", b"1")]
