@@ -42,8 +42,8 @@ endif
 # two say comes at their end.
 BOX_TESTS := tests/systemd tests/repo/test_deb.py
 SIDE_TESTS := tests/contract tests/bench $(sort $(wildcard tests/e2e/test_*_real.py)) \
-	$(addprefix tests/e2e/test_,conformance.py hybrid_e2e.py never_lose.py prefill_llama.py prefill_numpy.py \
-	prefill_share.py shared_route.py)
+	$(addprefix tests/e2e/test_,clients.py conformance.py hybrid_e2e.py never_lose.py prefill_llama.py \
+	prefill_numpy.py prefill_share.py shared_route.py)
 
 # The log tells where the time goes.
 SLOWEST := --durations=25 --durations-min=5

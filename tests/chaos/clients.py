@@ -52,8 +52,8 @@ class Seen:
 
 def make_ask(rng: random.Random, *, judged: bool = True) -> Ask:
     """Make up a request; some prompts come again, some go on where another ended."""
-    content = " ".join(rng.choices(WORDS, k=rng.choice((1, 3, 8, 40))))
-    count = rng.choice((1, 2, 8, 12))
+    content = " ".join(rng.choices(WORDS, k=rng.choice((1, 3, 8, 20))))
+    count = rng.choice((1, 2, 4, 8))
     document: dict[str, Any] = {"max_tokens": count, "temperature": 0, "seed": 1}
     document["stream"] = rng.random() < 0.5
     policy = rng.choice(POLICIES)

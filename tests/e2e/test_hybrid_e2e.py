@@ -125,7 +125,8 @@ def test_handoff_real_parts_same_text_and_one_token_evaluated(
     assert record["outcome"] == "used", record
     assert record["evaluated_tokens"] == 1
     assert record["cached_tokens"] == record["handed_tokens"] == record["prompt_tokens"] - 1
-    assert reply.headers["x-onebit-handoff"] == "file"
+    # A stream that had to wait for long has begun with comments, before anybody knew.
+    assert reply.headers.get("x-onebit-handoff", "file" if stream else "none") == "file"
 
 
 def test_ids_handed_over_are_the_ids_the_decoder_evaluates(

@@ -11,13 +11,16 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import trio
 
+from onebitd.core import cost_samples
 from onebitd.core.config import Policy
 from onebitd.core.costs import Costs
 from onebitd.core.handoff import Route
+from onebitd.services import cost_keeper
 from tests.harness import is_alive
 from tests.services.rig import Home, home, lose_what_is_restored
 from tests.services.test_handoff import CHAT, Asked, Rig, rigged
@@ -90,6 +93,21 @@ async def test_auto_slower_provider_is_tried_and_then_left_alone(place: Home) ->
         assert last["provider_estimate_ms"] > last["decoder_estimate_ms"] > 0
         assert (last["slot_tokens"], "route" in last) == (0, False)
         assert rig.nothing_is_left()
+
+
+async def test_auto_prompt_that_comes_at_once_finds_the_costs_worked_out(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are fitted when a request is over, not on the next one's way to its first token."""
+    fits = Mock(wraps=cost_samples._fit)
+    monkeypatch.setattr(cost_samples, "_fit", fits)
+    monkeypatch.setattr(cost_keeper, "WRITE_DELAY_S", 60.0)
+    async with rigged(place, **AUTO) as rig:
+        await ask_each(rig, "ab")
+        fits.reset_mock()
+        async with rig.exchange(fresh("c")) as (_, reply):
+            assert not fits.called
+            await reply.read_all()
 
 
 async def test_auto_slower_decoder_is_tried_and_then_spared(place: Home) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import trio
 from trio.testing import MockClock
 
+from onebitd.core import cost_samples
 from onebitd.core.config import Config
 from onebitd.core.config_resolve import resolve
 from onebitd.core.costs import Costs
@@ -96,6 +98,25 @@ async def test_of_free_slot_is_what_the_devices_take() -> None:
     assert found.handover_ms == pytest.approx(35, rel=0.2)
     assert (found.slot_wait_ms, found.cached_tokens, found.displaced_ms) == (0.0, 0, 0.0)
     assert (found.provider_runs, found.decoder_replies) == (4, 3)
+
+
+async def test_refit_after_an_outlook_leaves_the_next_nothing_to_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was learned is worked out between two requests; where no outlook was wanted, never."""
+    fits = Mock(wraps=cost_samples._fit)
+    monkeypatch.setattr(cost_samples, "_fit", fits)
+    desk = Desk()
+    desk.outlooks.refit()
+    assert not fits.called
+    before = desk.of(desk.line.enter("r"), prompt_of("a"))
+    desk.costs.note_decoder(0, 1000, 3000.0, overlapped=False, now=AT)
+    desk.costs.note_decoder(0, 1000, 3000.0, overlapped=False, now=AT)
+    desk.outlooks.refit()
+    fits.reset_mock()
+    found = desk.of(desk.line.enter("s"), prompt_of("b"))
+    assert not fits.called
+    assert (found.decoder_ms or 0) > (before.decoder_ms or 0)
 
 
 async def test_of_shared_route_hands_over_by_adoption() -> None:
