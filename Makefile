@@ -41,7 +41,7 @@ endif
 # timers; the Debian package is built there once, also for those that look into it. What the last
 # two say comes at their end.
 BOX_TESTS := tests/systemd tests/repo/test_deb.py
-SIDE_TESTS := tests/contract tests/bench $(sort $(wildcard tests/e2e/test_*_real.py)) \
+SIDE_TESTS := tests/chaos tests/contract tests/bench $(sort $(wildcard tests/e2e/test_*_real.py)) \
 	$(addprefix tests/e2e/test_,clients.py conformance.py hybrid_e2e.py never_lose.py prefill_llama.py \
 	prefill_numpy.py prefill_share.py shared_route.py)
 
