@@ -290,7 +290,7 @@ class Supervisor:
         log.info("backend_started", pid=child.pid)
         pumping = trio.CancelScope(shield=True)  # to its end: a full pipe would block its stop
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._pump, child, pumping)
+            nursery.start_soon(self._pump, child.stdout, pumping)
             try:
                 async with trio.open_nursery() as alive:
                     alive.start_soon(self._make_ready, child, started)
@@ -301,6 +301,10 @@ class Supervisor:
                 await self._end(child)
                 # Its last words are in the pipe; a grandchild may hold the pipe open for ever.
                 pumping.deadline = trio.current_time() + _LAST_WORDS_S
+        return self._why_ended(child)
+
+    def _why_ended(self, child: Child) -> str:
+        """Return what is known by now; its last words may still be on their way."""
         stuck = child.returncode is None
         exit_text = "it does not die" if stuck else describe_exit(child.returncode or 0)
         if self._kill_reason is not None:
@@ -314,9 +318,9 @@ class Supervisor:
         await trio.sleep(_STOP_KILL_GRACE_S)
         scope.cancel()
 
-    async def _pump(self, child: Child, scope: trio.CancelScope) -> None:
+    async def _pump(self, output: trio.abc.ReceiveStream, scope: trio.CancelScope) -> None:
         with scope:
-            await pump_lines(child.stdout, self._take_line)
+            await pump_lines(output, self._take_line)
         self._output.end()
 
     def _begin_attempt(self) -> None:
@@ -335,6 +339,9 @@ class Supervisor:
         self.facts = None
         self._slots.drop_example()
         unwanted = child.returncode is not None or self._killed.is_set()
+        if child.returncode is not None:
+            # Who asks before its last words are there must not be told of an older end, or of none.
+            self.last_exit = LastExit(rfc3339(dt.datetime.now(dt.UTC)), self._why_ended(child))
         if not unwanted:
             self._move(BackendEvent.STOP)
         gone = await child.stop(
@@ -492,7 +499,7 @@ class Supervisor:
                 raise _unavailable("the decoder is not running", None)
             if deadline is not None and (expected_s is None or expected_s > left_s or left_s <= 0):
                 raise _unavailable(
-                    "Loading model" if self._last_load_s is None else "the decoder is restarting",
+                    "Loading model" if self.last_exit is None else "the decoder is restarting",
                     expected_s,
                 )
             changed = self._changed

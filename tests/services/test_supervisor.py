@@ -249,6 +249,21 @@ async def test_supervisor_state_is_backoff_between_decoders(place: Home) -> None
     assert states[3:6] == [BackendState.BACKOFF, BackendState.STARTING, BackendState.LOADING]
 
 
+async def test_supervisor_end_of_a_decoder_is_told_as_soon_as_it_is_seen(place: Home) -> None:
+    """Whoever asks while its last words are still on their way hears how it ended."""
+    supervisor = place.supervisor()
+    told: list[str | None] = []
+
+    def note() -> None:
+        if state_of(supervisor) is BackendState.BACKOFF:
+            told.append(None if supervisor.last_exit is None else supervisor.last_exit.brief)
+
+    async with running(supervisor):
+        supervisor._on_change = note
+        await crash(supervisor)
+    assert told == ["signal 11 (SIGSEGV)"]
+
+
 @pytest.mark.parametrize("restart_max", [0, 1])
 async def test_supervisor_decoder_that_dies_too_often_is_given_up(
     place: Home, restart_max: int
