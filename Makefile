@@ -36,12 +36,11 @@ else
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
 
-# Three lanes at once, for two processors. Two compute all the time and take about as long: most of
-# what needs a real decoder, and all else. The third, in booted systemd boxes, mostly waits for
-# timers; the Debian package is built there once, also for those that look into it. What the last
-# two say comes at their end.
-BOX_TESTS := tests/systemd tests/repo/test_deb.py
-SIDE_TESTS := tests/chaos tests/contract tests/bench $(sort $(wildcard tests/e2e/test_*_real.py)) \
+# Three lanes at once, for two processors, that take about as long: most of what needs a real decoder;
+# what often waits, for the timers of booted systemd boxes (where the Debian package is built once, also
+# for those that look into it) or in a storm; and all else. What the first two say comes at their end.
+BOX_TESTS := tests/systemd tests/repo/test_deb.py tests/chaos tests/fuzz tests/surfaces
+SIDE_TESTS := tests/contract tests/bench $(sort $(wildcard tests/e2e/test_*_real.py)) \
 	$(addprefix tests/e2e/test_,clients.py conformance.py hybrid_e2e.py never_lose.py prefill_llama.py \
 	prefill_numpy.py prefill_share.py shared_route.py)
 

@@ -24,7 +24,7 @@ PROVIDER_MODES: Final = (
     *("exit:3", "crash", "hang", "sleep:0.2", "no_file", "empty", "half", "short_by:1"),
     *("wrong_tokens", "shifted", "nan", "symlink", "fifo", "flood", "grandchild", "trailing"),
 )
-KILLS_MOST: Final = 5
+KILLS_MOST: Final = 4
 """Each one in five minutes doubles the pause before the next start."""
 
 
