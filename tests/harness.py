@@ -389,3 +389,13 @@ def raw_connection(port: int, timeout_s: float = 30.0) -> Iterator[socket.socket
     """Yield a plain TCP connection to the public listener."""
     with socket.create_connection(("127.0.0.1", port), timeout_s) as connection:
         yield connection
+
+
+def send_raw(port: int, wire: bytes) -> bytes:
+    """Send raw bytes to the public listener, and return all that comes until it closes."""
+    with raw_connection(port, 10.0) as connection:
+        connection.sendall(wire)
+        answer = b""
+        while data := connection.recv(65536):
+            answer += data
+        return answer

@@ -30,7 +30,6 @@ EXIT_FINE: Final = 0
 EXIT_TOO_LITTLE: Final = 1
 
 _MOST: Final = 1e9
-_MOST_LENGTHS: Final = 64
 _GIVEN: Final = {
     "provider_ms_per_token": ("MS", "the provider's run, for each token"),
     "provider_fixed_ms": ("MS", "and whatever the prompt's length: its start, for example"),

@@ -40,7 +40,6 @@ from onebitd.surfaces.launch import plan_launch, slots_dir
 from onebitd.surfaces.listening import admit_to_control
 from onebitd.surfaces.public_http import PublicApp
 from onebitd.surfaces.start import SIGNALS, Started
-from onebitd.surfaces.start import main as main  # what installations of before call
 from onebitd.surfaces.status_view import StatusView
 
 log = structlog.get_logger()

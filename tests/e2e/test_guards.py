@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.standin_route import Route, running_route, said
-from tests.harness import HttpReply, raw_connection
+from tests.harness import HttpReply, send_raw
 from tests.llama_builds import UnixConnection
 
 KEY, SECOND_KEY = "sk-one-of-the-keys", "sk-schl\u00fcssel"
@@ -77,12 +77,7 @@ def ask(
 
 def raw(route: Route, wire: bytes) -> bytes:
     """Send raw bytes and return all that comes back until the server closes."""
-    with raw_connection(route.daemon.port, 10.0) as connection:
-        connection.sendall(wire)
-        answer = b""
-        while data := connection.recv(65536):
-            answer += data
-        return answer
+    return send_raw(route.daemon.port, wire)
 
 
 def cors_of(reply: HttpReply) -> dict[str, str]:

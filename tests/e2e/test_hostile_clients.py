@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.standin_route import Route, running_route, said
-from tests.harness import raw_connection, wait_until
+from tests.harness import send_raw, wait_until
 
 PROMPT = "a prompt of some length"
 
@@ -35,12 +35,7 @@ def route(shared: Route) -> Iterator[Route]:
 
 def exchange(route: Route, wire: bytes) -> bytes:
     """Send raw bytes and return all that comes back until the server closes."""
-    with raw_connection(route.daemon.port, 10.0) as connection:
-        connection.sendall(wire)
-        answer = b""
-        while data := connection.recv(65536):
-            answer += data
-        return answer
+    return send_raw(route.daemon.port, wire)
 
 
 @pytest.mark.parametrize(
