@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import datetime as dt
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -42,6 +42,7 @@ class History:
         self._outcomes: collections.Counter[Outcome] = collections.Counter()
         self._reasons: collections.Counter[Reason] = collections.Counter()
         self._followers: set[Follower] = set()
+        self._listeners: list[Callable[[HandoffRecord], None]] = []
         self._last_failure: dict[str, str] | None = None
         self._consecutive_failures = 0
 
@@ -61,6 +62,12 @@ class History:
         self._records.append(fields)
         for follower in self._followers:
             follower.offer(fields)
+        for listener in self._listeners:
+            listener(record)
+
+    def listen(self, listener: Callable[[HandoffRecord], None]) -> None:
+        """Call `listener` with each record to come, from `add`; it neither waits nor raises."""
+        self._listeners.append(listener)
 
     def counts(self) -> HandoffCounts:
         """Return the counters since the start, reasons in alphabetical order."""
