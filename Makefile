@@ -7,10 +7,11 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CHAOS_ARGS ?=
 SOAK_ARGS ?=
+FUZZ ?= 10000
 MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-rest test-side test-boxes demo bench bench-gate chaos soak deb clean $(VENV)
+.PHONY: help test test-rest test-side test-boxes demo bench bench-gate chaos fuzz soak deb clean $(VENV)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -77,6 +78,10 @@ bench-gate: $(VENV)/.installed ## replay traces: is policy auto as fast as the b
 
 chaos: $(VENV)/.installed ## clients in a storm of faults (CHAOS_ARGS='--requests 20000 --seed 7')
 	@$(BIN)/python -m tests.chaos chaos $(CHAOS_ARGS)
+
+fuzz: $(VENV)/.installed ## malformed and generated requests, more than the suite has (FUZZ=10000)
+	@$(BIN)/python -m tests.tools.fetch_clients
+	@FUZZ_CONNECTIONS=$(FUZZ) $(BIN)/python -m pytest -p no:cacheprovider tests/fuzz
 
 soak: $(VENV)/.installed ## clients for MINUTES=30: memory and descriptors must not grow
 	@$(BIN)/python -m tests.chaos soak --minutes $(MINUTES) $(SOAK_ARGS)

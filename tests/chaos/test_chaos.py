@@ -8,14 +8,16 @@ from tests.chaos import soak
 from tests.chaos.run import chaos
 
 
-@pytest.mark.parametrize("seed", [7, 11])
-def test_chaos_every_reply_is_right_or_a_clear_error_and_nothing_is_left(seed: int) -> None:
-    """Two thousand requests in two storms; after each all is as before."""
-    report = chaos(seed=seed, requests=1000)
+@pytest.mark.parametrize(("seed", "requests"), [(7, 1000), (11, 400)])
+def test_chaos_every_reply_is_right_or_a_clear_error_and_nothing_is_left(
+    seed: int, requests: int
+) -> None:
+    """A long storm and a short one of another kind; after each all is as before."""
+    report = chaos(seed=seed, requests=requests)
     print(report.text())
-    assert len(report.seen) == 1000
-    assert report.outcomes["right"] > 500
-    assert report.counts["used"] > 25
+    assert len(report.seen) == requests
+    assert report.outcomes["right"] > requests / 2
+    assert report.counts["used"] > requests / 40
     assert {gust.name for gust in report.gusts} >= {"decoder is killed", "provider misbehaves"}
 
 

@@ -29,8 +29,10 @@ from tests.standins import tiny_state
 from tests.tools import fetch_clients
 
 SEED = 20260601
-PUBLIC_COUNT = 7000
-CONTROL_COUNT = 3000
+CONNECTIONS = int(os.environ.get("FUZZ_CONNECTIONS", "3000"))
+"""In all; `make fuzz` has more."""
+PUBLIC_COUNT = CONNECTIONS * 7 // 10
+CONTROL_COUNT = CONNECTIONS - PUBLIC_COUNT
 ANSWERED = {"bytes", "header lines", "document", "JSON text", "request line"}
 """Ways after which most connections still get a reply."""
 
