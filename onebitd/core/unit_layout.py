@@ -39,6 +39,8 @@ _PLACES: Final = (
     ("lib/tmpfiles.d", "onebitd.conf"),
     ("share/man/man?", "onebit*"),
     ("share/bash-completion/completions", "onebit*"),
+    ("share/zsh/site-functions", "_onebit*"),
+    ("share/fish/vendor_completions.d", "onebit*"),
     ("share/onebitd", "*"),
     ("share/onebitd/drop-ins", "*"),
 )

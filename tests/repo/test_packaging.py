@@ -51,6 +51,8 @@ UNIT_PLACES = {
     "sysusers.d": "lib/sysusers.d",
     "tmpfiles.d": "lib/tmpfiles.d",
     "completions": "share/bash-completion/completions",
+    "completions/zsh": "share/zsh/site-functions",
+    "completions/fish": "share/fish/vendor_completions.d",
     "drop-ins": "share/onebitd/drop-ins",
 }
 

@@ -76,11 +76,19 @@ def destination(name: PurePosixPath) -> PurePosixPath | None:
     if name.parts[0].endswith(".data"):
         if name.parts[1] != "data":
             raise SystemExit(f"{name}: no place is known for it")
-        return PurePosixPath("usr", *name.parts[2:])
+        return relocated(PurePosixPath("usr", *name.parts[2:]))
     # RECORD says what pip would have to remove: that is dpkg's work here.
     if "_tests" in name.parts or name.match("*.dist-info/RECORD"):
         return None
     return PRIVATE / name
+
+
+def relocated(name: PurePosixPath) -> PurePosixPath:
+    """Return where Debian wants a file whose place in other systems is `name`."""
+    # zsh on Debian looks for what packages bring in a directory of its own.
+    if name.parent == PurePosixPath("usr/share/zsh/site-functions"):
+        return PurePosixPath("usr/share/zsh/vendor-completions", name.name)
+    return name
 
 
 def write_programs(wheel: zipfile.ZipFile, destdir: Path) -> None:
