@@ -14,12 +14,15 @@ import os
 import pwd
 import socket
 import stat
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from onebitd.core import paths
 from onebitd.core.errors import OnebitError, UsageError
 from onebitd.core.http1 import FramingError, body_reader
+
+if TYPE_CHECKING:  # a status is there without
+    from onebitd.core.handoff_filter import HandoffFilter
 
 TIMEOUT_S: Final = 5.0
 """How long a connect or a read may take without progress."""
@@ -27,10 +30,14 @@ TIMEOUT_S: Final = 5.0
 RELOAD_TIMEOUT_S: Final = 100.0
 """The same for a reload, which may wait for the device lock, and for a reload before it."""
 
+HISTORY_TIMEOUT_S: Final = 60.0
+"""The same for handoffs of the past, of which there may be millions."""
+
 _PROBE_TIMEOUT_S: Final = 1.0
 _READ_BYTES: Final = 1 << 16
 _HEAD_BYTES: Final = 1 << 16
 _BODY_BYTES: Final = 1 << 26
+_HISTORY_BYTES: Final = 1 << 31
 _SYSTEMD: Final = "/run/systemd/system"
 """A directory exactly where systemd runs the machine (sd_booted(3))."""
 
@@ -80,6 +87,7 @@ class ControlClient:
     def __init__(self, socket_path: str, *, timeout_s: float = TIMEOUT_S) -> None:
         self._path = socket_path
         self._timeout_s = timeout_s
+        self._most_bytes = _BODY_BYTES
 
     def status(self) -> dict[str, Any]:
         """Return `/v1/status`."""
@@ -122,23 +130,30 @@ class ControlClient:
             raise self._bad("it does not say how many were cancelled")
         return number
 
-    def handoffs(
-        self, limit: int, *, outcome: str | None = None, since: str | None = None
-    ) -> list[dict[str, Any]]:
-        """Return the last records, newest last."""
-        target = _handoffs_target(limit=limit, outcome=outcome, since=since)
-        return self._list(target, "handoffs")
+    def handoffs(self, wanted: HandoffFilter) -> list[dict[str, Any]]:
+        """Return the last records that are wanted, newest last; 20 without a limit."""
+        return self._patient()._list(_target("/v1/handoffs", wanted), "handoffs")
 
-    def follow(self, limit: int, *, outcome: str | None = None) -> Generator[dict[str, Any]]:
+    def summary(self, wanted: HandoffFilter) -> dict[str, Any]:
+        """Return `core.handoff_summary.summarise` of every record that is wanted."""
+        return self._patient()._object(_target("/v1/handoffs/summary", wanted))
+
+    def follow(self, wanted: HandoffFilter) -> Generator[dict[str, Any]]:
         """Yield the last `limit` records and then each new one; ends when the daemon does.
 
         `{"lost": N}` stands where the daemon dropped records that were not read in time. Closing
         the iterator closes the connection.
         """
-        with self._ask(_handoffs_target(follow=1, limit=limit, outcome=outcome)) as answer:
+        with self._ask(_target("/v1/handoffs", wanted, follow="1")) as answer:
             answer.wait_for_ever()
             while line := self._line(answer):
                 yield self._parse(line)
+
+    def _patient(self) -> ControlClient:
+        """Return a client that waits while a large file is searched."""
+        client = ControlClient(self._path, timeout_s=max(self._timeout_s, HISTORY_TIMEOUT_S))
+        client._most_bytes = _HISTORY_BYTES
+        return client
 
     def _list(self, target: str, name: str) -> list[dict[str, Any]]:
         found = self._object(target).get(name)
@@ -150,7 +165,7 @@ class ControlClient:
         self, target: str, method: str = "GET", document: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         with self._ask(target, method, document) as answer, self._translated():
-            body = answer.read()
+            body = answer.read(self._most_bytes)
         return self._parse(body)
 
     @contextlib.contextmanager
@@ -269,10 +284,10 @@ class _Answer:
         """Lift the time limit: the next record may be hours away."""
         self._connection.settimeout(None)
 
-    def read(self) -> bytes:
+    def read(self, most_bytes: int = _BODY_BYTES) -> bytes:
         """Return the rest of the body."""
         while self._more():
-            if len(self._held) > _BODY_BYTES:
+            if len(self._held) > most_bytes:
                 raise FramingError("it is too large")
         return bytes(self._held)
 
@@ -307,13 +322,17 @@ class Instance(NamedTuple):
 
 
 def find_instances(
-    roots: Sequence[str | os.PathLike[str]], name: str | None = None
+    roots: Sequence[str | os.PathLike[str]],
+    name: str | None = None,
+    *,
+    passed_over: Container[str] = (),
 ) -> list[Instance]:
     """Look for instances in the runtime roots, by connecting to each one's socket.
 
     Args:
         roots: see `core.paths.runtime_roots`; unsafe ones must have been left out.
         name: only instances of this name.
+        passed_over: sockets that are left alone, as a connection would start their service.
     """
     found = []
     for root in roots:
@@ -327,9 +346,16 @@ def find_instances(
         for entry in names:
             directory = os.path.join(root, entry)
             path = os.path.join(directory, paths.CONTROL_SOCKET)
+            if path in passed_over:
+                continue
             if name in (None, entry) and os.path.isdir(directory):
                 found.append(Instance(entry, path, _probe(path)))
     return found
+
+
+def search_roots(environ: Mapping[str, str], uid: int) -> list[str]:
+    """Return the runtime roots that are safe to look into."""
+    return _safe_roots(environ, uid)[0]
 
 
 def choose_socket(name: str | None, environ: Mapping[str, str], uid: int) -> str:
@@ -445,11 +471,10 @@ def _connect(path: str, timeout_s: float) -> socket.socket:
     return connection
 
 
-def _handoffs_target(**parameters: str | int | None) -> str:
+def _target(path: str, wanted: HandoffFilter, **more: str) -> str:
     from urllib.parse import urlencode  # half as slow as all the rest of a status
 
-    given = {name: value for name, value in parameters.items() if value is not None}
-    return f"/v1/handoffs?{urlencode(given)}"
+    return f"{path}?{urlencode(wanted.parameters() | more)}"
 
 
 def _group_name(gid: int) -> str:

@@ -6,20 +6,16 @@ the new one. It tells lengths of prompts and replies: its mode is 0600.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import stat
 import threading
 from pathlib import Path
 from typing import Final, NoReturn
 
+from onebitd.adapters import private_file
 from onebitd.core.errors import OnebitError
 
 MOST_BYTES: Final = 1 << 20
 """A file larger than that is not one that we wrote."""
-_OPEN_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_NEW_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class CostFileError(OnebitError):
@@ -36,7 +32,6 @@ class CostFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._damaged = path.with_name(f"{path.name}.damaged")
-        self._new = path.with_name(f"{path.name}.new")
         self._writing = threading.Lock()
 
     def read(self) -> object:
@@ -47,20 +42,13 @@ class CostFile:
             CostFileError: it cannot be read.
         """
         try:
-            descriptor = os.open(self.path, _OPEN_FLAGS)
-        except FileNotFoundError:
+            data = private_file.read(self.path, MOST_BYTES)
+        except private_file.NoFile:
+            raise CostFileError(f"{self.path} is no file; remove it") from None
+        except OSError as error:
+            raise self._unusable("read", error) from error
+        if data is None:
             return None
-        except OSError as error:
-            raise self._unusable("read", error) from error
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CostFileError(f"{self.path} is no file; remove it")
-            with os.fdopen(descriptor, "rb", closefd=False) as file:
-                data = file.read(MOST_BYTES + 1)
-        except OSError as error:
-            raise self._unusable("read", error) from error
-        finally:
-            os.close(descriptor)
         if len(data) > MOST_BYTES:
             raise ValueError("it is far too large")
         try:
@@ -93,22 +81,9 @@ class CostFile:
         """
         with self._writing:
             try:
-                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._new.unlink(missing_ok=True)  # of a daemon that was killed
-                self._replace(document)
+                private_file.replace(self.path, document)
             except OSError as error:
-                with contextlib.suppress(OSError):
-                    self._new.unlink()
                 raise self._unusable("written", error) from error
-
-    def _replace(self, document: bytes) -> None:
-        descriptor = os.open(self._new, _NEW_FLAGS, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(document)
-            file.flush()
-            # Else the new name could survive a power cut, and what it names not.
-            os.fdatasync(descriptor)
-        self._new.rename(self.path)
 
     def _unusable(self, verb: str, error: OSError) -> CostFileError:
         return CostFileError(f"{self.path} cannot be {verb}: {error.strerror}")

@@ -10,6 +10,7 @@ inheritable (measured, 0.18), so it gets `fd://N` of what is opened here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -19,6 +20,7 @@ import stat
 import struct
 import time
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 from onebitd.adapters.instance import stat_or_none
 from onebitd.adapters.lock_probe import command_of
@@ -40,13 +42,32 @@ _TIME_WAIT = 0x06
 _ADDRESS_MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
-def open_tcp(host: str, port: int, backlog: int = 128) -> list[socket.socket]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Named:
+    """What messages call an address: the settings of host and port, and how to have another one."""
+
+    host: str = "http.host"
+    port: str = "http.port"
+    other_port: str = "--port or http.port"
+    open_port: str = "choose one above 1023, or let systemd pass the socket"
+
+
+PUBLIC: Final = Named()
+METRICS: Final = Named(
+    "metrics.listen", "metrics.listen", "metrics.listen", "choose one above 1023"
+)
+
+
+def open_tcp(
+    host: str, port: int, backlog: int = 128, named: Named = PUBLIC
+) -> list[socket.socket]:
     """Listen on every address of `host`, one socket each, all on one port.
 
     Args:
         host: an address, or a name: `localhost` gives both families where both exist.
         port: 0 lets the kernel choose; `getsockname()` of the first tells.
         backlog: for listen(2).
+        named: for messages.
 
     Raises:
         InstanceTaken: the port is in use; names it and, where it can be seen, the holder.
@@ -55,11 +76,11 @@ def open_tcp(host: str, port: int, backlog: int = 128) -> list[socket.socket]:
     Resolves the name with the system's resolver, which may block: for the start, not the loop.
     The caller closes the sockets; they are not inheritable. After an error none is open.
     """
-    addresses = _resolve(host, port)
+    addresses = _resolve(host, port, named)
     tries = _PORT_TRIES if port == 0 and len(addresses) > 1 else 1
     for left in range(tries - 1, -1, -1):
         try:
-            return _bind_all(host, port, addresses, backlog)
+            return _bind_all(host, port, addresses, backlog, named)
         except InstanceTaken:
             if not left:  # the port chosen for one family may be in use in the other
                 raise
@@ -194,16 +215,18 @@ def _answer(connection: socket.socket, reply: bytes) -> None:
         connection.send(reply)
 
 
-def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+def _resolve(
+    host: str, port: int, named: Named
+) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
     try:
         infos = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (socket.gaierror, UnicodeError) as exc:
         why = exc.strerror if isinstance(exc, socket.gaierror) else str(exc)
-        raise ConfigError([f"http.host: {host!r} cannot be resolved: {why}"]) from exc
+        raise ConfigError([f"{named.host}: {host!r} cannot be resolved: {why}"]) from exc
     except OverflowError as exc:
-        raise ConfigError([f"http.port: {port} is not a port number"]) from exc
+        raise ConfigError([f"{named.port}: {port} is not a port number"]) from exc
     found: dict[tuple[socket.AddressFamily, tuple[str, int]], None] = {}
     for family, _, _, _, address in infos:
         if family in (socket.AF_INET, socket.AF_INET6):
@@ -216,6 +239,7 @@ def _bind_all(
     port: int,
     addresses: Iterable[tuple[socket.AddressFamily, tuple[str, int]]],
     backlog: int,
+    named: Named = PUBLIC,
 ) -> list[socket.socket]:
     """Bind each address; one that this machine lacks is left out if another one works."""
     sockets: list[socket.socket] = []
@@ -226,7 +250,7 @@ def _bind_all(
                 sockets.append(_bind_one(family, address, port, backlog))
             except OSError as exc:
                 if exc.errno not in _ADDRESS_MISSING:
-                    raise _bind_error(host, port, address, exc) from exc
+                    raise _bind_error(host, port, address, exc, named) from exc
                 missing = exc
                 continue
             port = sockets[0].getsockname()[1]
@@ -236,7 +260,7 @@ def _bind_all(
         raise
     if not sockets:
         why = missing.strerror if missing else "it has no address"
-        raise ConfigError([f"http.host: cannot listen on {host}: {why}"]) from missing
+        raise ConfigError([f"{named.host}: cannot listen on {host}: {why}"]) from missing
     return sockets
 
 
@@ -257,23 +281,23 @@ def _bind_one(
 
 
 def _bind_error(
-    host: str, port: int, address: tuple[str, int], exc: OSError
+    host: str, port: int, address: tuple[str, int], exc: OSError, named: Named
 ) -> InstanceTaken | ConfigError:
     if exc.errno == errno.EADDRINUSE:
         holder = port_holder(port, address[0])
         who = f" by pid {holder[0]} ({holder[1]})" if holder else ""
         return InstanceTaken(
             f"port {port} on {address[0]} is taken{who}; stop what uses it, or choose another"
-            " port with --port or http.port"
+            f" port with {named.other_port}"
         )
     if exc.errno in (errno.EACCES, errno.EPERM):
         return ConfigError(
             [
-                f"http.port: this user may not listen on port {port} of {host}: {exc.strerror};"
-                " choose one above 1023, or let systemd pass the socket"
+                f"{named.port}: this user may not listen on port {port} of {host}: {exc.strerror};"
+                f" {named.open_port}"
             ]
         )
-    return ConfigError([f"http.host: cannot listen on {host} port {port}: {exc.strerror}"])
+    return ConfigError([f"{named.host}: cannot listen on {host} port {port}: {exc.strerror}"])
 
 
 def port_holder(port: int, address: str | None = None) -> tuple[int, str] | None:

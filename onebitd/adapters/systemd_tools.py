@@ -13,6 +13,7 @@ BOOTED: Final = "/run/systemd/system"
 
 _ALSO_SEARCHED: Final = ("/usr/local/sbin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 _NOT_FOUND: Final = 127
+_TOO_LATE: Final = 124
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,26 +40,33 @@ def find(program: str) -> str | None:
     return shutil.which(program, path=os.pathsep.join([*os.get_exec_path(), *_ALSO_SEARCHED]))
 
 
-def run(program: str, *arguments: str, stdin: str = "") -> Done:
+def run(
+    program: str, *arguments: str, stdin: str = "", timeout_s: float | None = None
+) -> Done:
     """Run one of systemd's programs to its end.
 
     Args:
         program: its name.
         arguments: its arguments.
         stdin: what it reads.
+        timeout_s: after which it is killed.
 
     Returns:
-        How it ended; status 127 when there is no such program.
+        How it ended; status 127 when there is no such program, 124 when it took too long.
     """
     path = find(program)
     if path is None:
         return Done(_NOT_FOUND, "", f"{program} is not installed")
-    done = subprocess.run(
-        [path, *arguments],
-        input=stdin,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [path, *arguments],
+            input=stdin,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return Done(_TOO_LATE, "", f"{program} has not ended within {timeout_s:g} s")
     return Done(done.returncode, done.stdout, done.stderr)

@@ -48,6 +48,7 @@ class HttpConfig:
     max_connections: int
     keepalive_s: float
     drain_timeout_s: float
+    page: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,6 +100,13 @@ class LockConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """`[metrics]`: a listener for scrapers; `listen` None means there is none."""
+
+    listen: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LogConfig:
     """`[log]`."""
 
@@ -121,6 +129,7 @@ class Config:
     provider: ProviderConfig
     handoff: HandoffConfig
     lock: LockConfig
+    metrics: MetricsConfig
     log: LogConfig
     sources: Mapping[str, str]
 
@@ -263,6 +272,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         maximum=86_400,
         reload=True,
     ),
+    Setting("http.page", bool, True, "serve the page at /onebit/", reload=True),
     Setting(
         "backend.llama_server",
         str,
@@ -438,6 +448,12 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         minimum=0,
         maximum=86_400,
         reload=True,
+    ),
+    Setting(
+        "metrics.listen",
+        str,
+        None,
+        "address and port of a listener that serves /metrics and nothing else",
     ),
     Setting(
         "log.format",

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from onebitd.core.config import Setting
-from onebitd.core.origins import configured_host, configured_origin
+from onebitd.core.origins import configured_host, configured_origin, parse_listen
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -84,6 +84,12 @@ def check_together(
         problems.append(
             f"backend.llama_server: must be an absolute path or a name to look up in PATH, not "
             f"{program!r}"
+        )
+    listen = found["metrics.listen"]
+    if listen is not None and parse_listen(listen) is None:
+        problems.append(
+            f"metrics.listen: {listen!r} is no address with a port; write 127.0.0.1:9464, or "
+            "[::1]:9464 for IPv6"
         )
     if "," in (found["model.alias"] or ""):
         # llama-server takes --alias as a list.

@@ -21,6 +21,7 @@ from onebitd.core.config import (
     HttpConfig,
     LockConfig,
     LogConfig,
+    MetricsConfig,
     ModelConfig,
     Policy,
     ProviderConfig,
@@ -171,6 +172,7 @@ def _build(
         provider=ProviderConfig(**section("provider")),
         handoff=HandoffConfig(**handoff | {"policy": Policy(handoff["policy"])}),
         lock=LockConfig(enabled=lock_enabled, **section("lock")),
+        metrics=MetricsConfig(**section("metrics")),
         log=LogConfig(**section("log")),
         sources=dict(sources),
     )

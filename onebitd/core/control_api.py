@@ -11,6 +11,7 @@ import datetime as dt
 from typing import Any, Final
 
 from onebitd.core.audit import LastAudit
+from onebitd.core.recent_handoffs import RecentHandoffs
 
 STATES: Final = ("loading", "ready", "degraded", "restarting", "draining", "failed")
 """The daemon's own state, the first word of `onebitctl status`. Degraded: ready, and an audit has
@@ -163,8 +164,41 @@ class AuditStatus:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PolicyStatus:
+    """What `handoff.policy` does with the prompts to come, by what was learned so far.
+
+    Attributes:
+        policy: `auto`, `always` or `never`.
+        route: that a handoff takes, `file` or `shared`.
+        missing: what is not known yet, words of `core.forecast`: `decoder`, `provider`, `restore`;
+            the next three are None and `wins` is empty as long as there is one.
+        wins: the first and last prompt length of each stretch where a handoff beats the decoder.
+        last: the longest prompt that was looked at.
+        best_tokens: the length at which a handoff does best.
+        best_factor: the decoder's time over the handoff's there; below 1 it always loses.
+    """
+
+    policy: str
+    route: str
+    missing: list[str] = dataclasses.field(default_factory=list)
+    wins: list[list[int]] = dataclasses.field(default_factory=list)
+    last: int | None = None
+    best_tokens: int | None = None
+    best_factor: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Status:
-    """The whole of `/v1/status`; `service_manager`: it runs under one, which has its log."""
+    """The whole of `/v1/status`; `service_manager`: it runs under one, which has its log.
+
+    Attributes:
+        listen_passed: the service manager has the public sockets: who connects while the daemon
+            does not run is not refused, and waits.
+        recent: figures of the last handoffs.
+        policy: what becomes of the next prompts, None without a provider.
+        history_problem: why handoffs are not kept over a restart, a sentence; None when they are,
+            or need not be.
+    """
 
     version: str
     instance: str
@@ -182,6 +216,10 @@ class Status:
     handoffs: HandoffCounts
     service_manager: bool = False
     audit: AuditStatus = dataclasses.field(default_factory=AuditStatus)
+    listen_passed: bool = False
+    recent: RecentHandoffs = dataclasses.field(default_factory=RecentHandoffs)
+    policy: PolicyStatus | None = None
+    history_problem: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts and lists, in the order of the declaration."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, Final
 
 
 class Outcome(enum.StrEnum):
@@ -73,10 +73,15 @@ class Reason(enum.StrEnum):
 class HandoffRecord:
     """One request on the handoff route, filled in as it goes.
 
-    Times are milliseconds. `first_byte_ms` counts from the start of the handoff: the moment the
-    request had been read and entered the queue. `evaluated_tokens` and `cached_tokens` are the
-    decoder's own words (`timings.prompt_n`, `timings.cache_n`). `prefill_ms` is the provider's own
-    figure when it reported one, else equal to `provider_wall_ms`. `slot_tokens` is how much of the
+    Times are milliseconds. `first_byte_ms` and `total_ms` count from the start of the handoff: the
+    moment the request had been read and entered the queue; so do `provider_at_ms` and
+    `handed_at_ms`, when the provider was started and when the restore or the adoption was asked
+    for. Waiting for the lock ended as the provider began, and decoding lasted from the first byte
+    to `total_ms`, when the decoder was done with the reply, or given up. `evaluated_tokens`,
+    `cached_tokens`, `reply_tokens` and `decode_ms` are the decoder's own words (`timings.prompt_n`,
+    `cache_n`, `predicted_n`, `predicted_ms`). `prefill_ms` is the provider's own figure when it
+    reported one, else equal to `provider_wall_ms`. `prompt_hash` is `core.prompt_hash`'s, the same
+    for the same prompt of one instance. `slot_tokens` is how much of the
     prompt the slot was believed to hold, `decoder_estimate_ms` and `provider_estimate_ms` what the
     policy weighed against each other; `explored` that it tried the way it believed to be slower.
     """
@@ -92,6 +97,7 @@ class HandoffRecord:
     reason: Reason | None = None
     detail: str | None = None
     prompt_tokens: int | None = None
+    prompt_hash: str | None = None
     slot_tokens: int | None = None
     decoder_estimate_ms: float | None = None
     provider_estimate_ms: float | None = None
@@ -99,33 +105,45 @@ class HandoffRecord:
     handed_tokens: int | None = None
     evaluated_tokens: int | None = None
     cached_tokens: int | None = None
+    evaluated_ms: float | None = None
     queue_ms: float | None = None
     template_ms: float | None = None
     tokenize_ms: float | None = None
     lock_ms: float | None = None
+    provider_at_ms: float | None = None
     prefill_ms: float | None = None
     provider_wall_ms: float | None = None
     check_ms: float | None = None
     share_ms: float | None = None
     adopt_ms: float | None = None
     restore_ms: float | None = None
+    handed_at_ms: float | None = None
     first_byte_ms: float | None = None
+    total_ms: float | None = None
+    reply_tokens: int | None = None
+    decode_ms: float | None = None
     state_bytes: int | None = None
     gpu_busy_percent: float | None = None
     provider: str | None = None
+    started_s: float | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The monotonic clock at the start: not one of `FIELDS`."""
+
+    def since_start_ms(self, now_s: float) -> float | None:
+        """Return the time from the start, None for a trial run, which is nobody's request."""
+        return None if self.started_s is None else (now_s - self.started_s) * 1000.0
 
     def fields(self) -> dict[str, Any]:
         """Return what applies, in declaration order; milliseconds rounded to the microsecond."""
         found: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name in FIELDS:
+            value = getattr(self, name)
             if value is None:
                 continue
             if isinstance(value, float):
                 value = round(value, 3)
             elif isinstance(value, enum.StrEnum):
                 value = value.value
-            found[field.name] = value
+            found[name] = value
         return found
 
     def line(self) -> str:
@@ -153,6 +171,11 @@ class HandoffRecord:
             parts.append(f", first byte {self.first_byte_ms:.1f} ms")
         return "".join(parts)
 
+
+FIELDS: Final = tuple(
+    field.name for field in dataclasses.fields(HandoffRecord) if field.name != "started_s"
+)
+"""Names of the fields, in the order in which they are told."""
 
 _VERBS: dict[Outcome | None, str] = {
     Outcome.FALLBACK: "fell back",

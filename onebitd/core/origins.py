@@ -14,6 +14,7 @@ _NAME: Final = r"\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._~-]{1,253}"
 _HOST: Final = re.compile(rf"({_NAME})(?::([0-9]{{0,5}}))?")
 _ORIGIN: Final = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]{{0,63}})://({_NAME})(?::([0-9]{{1,5}}))?")
 _DEFAULT_PORTS: Final = {"http": "80", "https": "443"}
+_LAST_PORT: Final = 65535
 _ADDRESS: Final = re.compile(r"\[[0-9a-f:.]+\]|\d{1,3}(\.\d{1,3}){3}")
 
 
@@ -81,6 +82,20 @@ def configured_origin(text: str) -> Origin | None:
     """
     scheme, separator, rest = text.strip().partition("://")
     return parse_origin(scheme + separator + _in_ascii(rest.removesuffix("/")))
+
+
+def parse_listen(text: str) -> tuple[str, int] | None:
+    """Read an address or a name with a port to listen on; None when it is not one.
+
+    >>> parse_listen("127.0.0.1:9464"), parse_listen("[::1]:0")
+    (('127.0.0.1', 9464), ('::1', 0))
+    >>> parse_listen("9464") is parse_listen("::1:9464") is parse_listen("localhost:65536") is None
+    True
+    """
+    host = parse_host(text)
+    if host is None or not host.port or int(host.port) > _LAST_PORT:
+        return None
+    return host.name.strip("[]"), int(host.port)
 
 
 def _in_ascii(name: str) -> str:

@@ -20,6 +20,7 @@ from typing import Final
 SYSTEM_RUNTIME: Final = "/run/onebitd"
 SYSTEM_STATE: Final = "/var/lib/onebitd"
 CONTROL_SOCKET: Final = "control.sock"
+HISTORY_FILE: Final = "history.db"
 DEVICE_LOCK: Final = "/tmp/1bit-npu-device.lock"  # noqa: S108 - the fleet's path
 """Default of `lock.path`, for a command line that must not read the settings table."""
 
@@ -54,6 +55,11 @@ def state_dir(instance: str, environ: Mapping[str, str], uid: int) -> str:
             return posixpath.join(_user_runtime_root(environ, uid), instance)
         root = posixpath.join(home, ".local/state")
     return posixpath.join(root, "onebitd", instance)
+
+
+def history_file(state_dir: str) -> str:
+    """Return the file of past handoffs in an instance's state directory."""
+    return posixpath.join(state_dir, HISTORY_FILE)
 
 
 def runtime_roots(environ: Mapping[str, str], uid: int) -> list[str]:

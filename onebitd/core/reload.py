@@ -15,7 +15,7 @@ from onebitd.core.config_checks import is_loopback
 from onebitd.core.errors import ConfigError
 
 KEYS_KEY: Final = "http.api_key_file"
-_SECTIONS: Final = ("model", "http", "backend", "provider", "handoff", "lock", "log")
+_SECTIONS: Final = ("model", "http", "backend", "provider", "handoff", "lock", "metrics", "log")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

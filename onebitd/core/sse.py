@@ -226,9 +226,14 @@ def _piece_of(choice: object) -> str | None:
     return "" if content is None else content if isinstance(content, str) else None
 
 
-def predicted(timings: dict[str, Any] | None) -> tuple[int, float] | None:
+def reply_counts(timings: dict[str, Any] | None) -> tuple[int | None, float | None]:
     """Return how many tokens were generated and the milliseconds that took, None if not said."""
-    count, ms = _count_in(timings, "predicted_n"), _ms_in(timings, "predicted_ms")
+    return _count_in(timings, "predicted_n"), _ms_in(timings, "predicted_ms")
+
+
+def predicted(timings: dict[str, Any] | None) -> tuple[int, float] | None:
+    """Return both of `reply_counts`, None unless both were said."""
+    count, ms = reply_counts(timings)
     return None if count is None or ms is None else (count, ms)
 
 

@@ -60,15 +60,6 @@ _INSTANCE_UNIT: Final = re.compile(
 )
 _HIDDEN: Final = ("/home", "/root", "/run/user")
 _MANIFEST_FORMAT: Final = 1
-_CHECKED_KEYS: Final = frozenset(
-    {
-        "BindPaths", "BindReadOnlyPaths", "Environment", "EnvironmentFile", "Group",
-        "InaccessiblePaths", "LoadCredential", "LoadCredentialEncrypted", "ProtectHome",
-        "ProtectSystem", "ReadOnlyPaths", "ReadWritePaths", "SetCredential",
-        "SetCredentialEncrypted", "SupplementaryGroups", "TemporaryFileSystem", "UMask",
-        "UnsetEnvironment", "User",
-    }
-)  # fmt: skip
 
 
 class UnitFilesError(OnebitError):
@@ -250,21 +241,3 @@ def instance_of(unit: str) -> str | None:
     """Return the instance that a unit's name belongs to; None: it is no instance of ours."""
     found = _INSTANCE_UNIT.fullmatch(unit)
     return found[1] if found else None
-
-
-def check_properties(unit: str, instance: str) -> list[str]:
-    """Return the lines of a service that decide what it can see and which settings it gets.
-
-    Args:
-        unit: what `systemctl cat` prints: the unit and its drop-ins, in order.
-        instance: replaces %i and %I.
-    """
-    section, found = "", []
-    for line in re.sub(r"\\\n", " ", unit).splitlines():
-        if line.startswith("["):
-            section = line.strip()
-        key, equals, value = line.partition("=")
-        if section == "[Service]" and equals and key.strip() in _CHECKED_KEYS:
-            value = re.sub("%[iI]", lambda _: instance, value.strip())
-            found.append(f"{key.strip()}={value}")
-    return found

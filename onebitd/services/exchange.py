@@ -30,12 +30,13 @@ from onebitd.core.errors import (
     HandoffError,
     RequestError,
 )
-from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route, outcome_of_reply
+from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route
 from onebitd.core.http1 import Headers
 from onebitd.core.slot_content import Prompt
 from onebitd.core.state_layout import Layout
 from onebitd.core.weighing import Outlook, is_overtaken
 from onebitd.services.admission import Ticket
+from onebitd.services.conclusion import Ending, conclude
 from onebitd.services.lessons import Lessons
 from onebitd.services.provider_runs import Prefilled, timed
 from onebitd.services.race import Overtaken, device_patience_ms, race
@@ -87,12 +88,13 @@ class Exchange:
         request_id: str,
         client_gone: Callable[[], bool],
         by_operator: Callable[[], bool],
+        route: Route | None = None,
     ) -> None:
         config = self._config = handoffs.config
         self._handoffs = handoffs
         self._parsed = parsed
         self._policy = wanted
-        self._started = time.monotonic()
+        self._route = route
         self._ticket: Ticket | None = None
         self._reply: Reply | None = None
         self._failure: HandoffError | None = None
@@ -118,6 +120,7 @@ class Exchange:
             path=path,
             stream=parsed.stream,
             provider=config.provider.program,
+            started_s=time.monotonic(),
         )
         self.lessons = Lessons(
             *(handoffs.outlooks, handoffs.breaker, handoffs.reuse, self.record),
@@ -134,7 +137,7 @@ class Exchange:
         traceback: TracebackType | None,
     ) -> None:
         self.free_slot()
-        self._conclude(error)
+        conclude(self.record, self._ending(error))
         self._pass_evidence_on()
         if self._reply is not None and self._reply.status == 200:
             self.lessons.replied(self._timings, self._handed, self._generation)
@@ -225,10 +228,11 @@ class Exchange:
         self.record.prompt_tokens = len(prompt.ids)
         plan: policy.Plan = policy.plan(known, len(prompt.ids), facts.ctx_size)
         self._known = known
+        share = config.handoff.share and self._route is not Route.FILE
         if isinstance(plan, policy.HandOff):
-            may_share = config.handoff.share and self._handoffs.shares.refusal_of(facts) is None
+            may_share = share and self._handoffs.shares.refusal_of(facts) is None
             plan = self._weighed(facts, ticket, Route.SHARED if may_share else Route.FILE)
-        if isinstance(plan, policy.HandOff) and config.handoff.share:
+        if isinstance(plan, policy.HandOff) and share:
             if await self._by_share(facts, ticket, list(prompt.ids[:-1]), plan):
                 return
             if plan.route is Route.SHARED:
@@ -352,6 +356,8 @@ class Exchange:
             self._handed = self.record.handed_tokens = len(tokens)
             self._generation = facts.generation
             return True
+        if self._route is Route.SHARED:
+            raise why_not
         log.info(
             "share_not_used",
             request_id=self.record.request_id,
@@ -532,11 +538,13 @@ class Exchange:
             return
         watch.feed(data)
         if watch.started and self.record.first_byte_ms is None:
-            self.record.first_byte_ms = _ms_since(self._started)
+            self.record.first_byte_ms = self.record.since_start_ms(time.monotonic())
             self.lessons.run_beside |= self._handoffs.runs.running is not None
 
     def free_slot(self) -> None:
         """The decoder is done with this request: the next one need not wait for our client."""
+        if self.record.total_ms is None:
+            self.record.total_ms = self.record.since_start_ms(time.monotonic())
         if self._reply is not None:
             self._reply.close()
         if self._ticket is not None:
@@ -632,52 +640,20 @@ class Exchange:
             added.append((b"server-timing", ", ".join(parts).encode()))
         return added
 
-    def _conclude(self, error: BaseException | None) -> None:
-        """Decide outcome and reason from what happened."""
-        record = self.record
-        if self.watch is not None:
-            record.cached_tokens, record.evaluated_tokens = sse.token_counts(self._timings)
-            if (
-                record.prompt_tokens is None
-                and record.cached_tokens is not None
-                and record.evaluated_tokens is not None
-            ):
-                record.prompt_tokens = record.cached_tokens + record.evaluated_tokens
-        if isinstance(error, RequestError):
-            detail = self._strict_detail or error.message
-            self._end(Outcome.FAILED, error.reason or Reason.INTERNAL, detail)
-        elif error is not None and _is_cancel(error):
-            if self._by_operator():
-                where = f"the operator cancelled it in phase {self.phase}"
-                self._end(Outcome.CANCELLED, Reason.OPERATOR, where)
-            elif self._client_gone():
-                where = f"the client left in phase {self.phase}"
-                self._end(Outcome.CANCELLED, Reason.CLIENT_GONE, where)
-            else:
-                self._end(Outcome.CANCELLED, Reason.DRAINING, "onebitd stopped before its end")
-        elif error is not None:
-            reason = Reason.BACKEND_DOWN if isinstance(error, BackendError) else Reason.INTERNAL
-            self._end(Outcome.FAILED, reason, str(error) or type(error).__name__)
-        elif self._broken_off is not None:
-            self._end(Outcome.FAILED, Reason.BACKEND_DOWN, str(self._broken_off))
-        elif self._failure is not None:
-            self._end(Outcome.FALLBACK, self._failure.reason, self._failure.detail)
-        elif self._handed is not None and self._reply is not None and self._reply.status >= 400:
-            detail = f"the decoder refused the request with status {self._reply.status}"
-            self._end(Outcome.FAILED, Reason.BACKEND_REFUSED, detail)
-        elif self._handed is not None:
-            record.outcome = outcome_of_reply(
-                self._handed, record.cached_tokens, record.evaluated_tokens
-            )
-            if record.evaluated_tokens is None:
-                record.detail = "the decoder's reply said nothing about its prompt"
-        elif self._skip is not None:
-            self._end(Outcome.SKIPPED, self._skip.reason, self._skip.detail)
-        else:
-            self._end(Outcome.FAILED, Reason.INTERNAL, "the request ended before it began")
-
-    def _end(self, outcome: Outcome, reason: Reason, detail: str) -> None:
-        self.record.outcome, self.record.reason, self.record.detail = outcome, reason, detail
+    def _ending(self, error: BaseException | None) -> Ending:
+        return Ending(
+            error=error,
+            phase=self.phase,
+            by_operator=self._by_operator(),
+            client_gone=self._client_gone(),
+            strict_detail=self._strict_detail,
+            broken_off=self._broken_off,
+            failure=self._failure,
+            skip=self._skip,
+            handed=self._handed,
+            status=None if self._reply is None else self._reply.status,
+            timings=self._timings,
+        )
 
     @contextlib.contextmanager
     def _waiting(self, field: str, ticket: Ticket) -> Iterator[None]:
@@ -688,17 +664,7 @@ class Exchange:
         ticket.phase = before
 
 
-def _is_cancel(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return all(_is_cancel(inner) for inner in error.exceptions)
-    return isinstance(error, trio.Cancelled)
-
-
 async def _error_text(reply: Reply) -> str:
     with contextlib.suppress(BackendError), trio.move_on_after(2.0):
         return (await reply.read_all())[:200].decode("utf-8", "replace")
     return f"status {reply.status}"
-
-
-def _ms_since(started: float) -> float:
-    return (time.monotonic() - started) * 1000.0

@@ -91,7 +91,7 @@ class FileRoute:
         """Shielded: a restore whose client has left is carried out all the same, so the slot must
         not change hands before its answer.
         """
-        with trio.CancelScope(shield=True), timed(record, "restore_ms"):
+        with trio.CancelScope(shield=True), timed(record, "restore_ms", at="handed_at_ms"):
             try:
                 restored = await facts.server.restore(prefilled.name)
             except BackendRefused as error:

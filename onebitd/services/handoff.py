@@ -27,7 +27,7 @@ from onebitd.core.errors import (
     BackendGone,
     HandoffError,
 )
-from onebitd.core.handoff import HandoffRecord, Reason
+from onebitd.core.handoff import HandoffRecord, Reason, Route
 from onebitd.core.reuse import Reuse
 from onebitd.services.admission import Admission, Ticket
 from onebitd.services.audit import Audits
@@ -171,6 +171,7 @@ class Handoffs:
         request_id: str,
         client_gone: Callable[[], bool],
         by_operator: Callable[[], bool] = lambda: False,
+        route: Route | None = None,
     ) -> Exchange:
         """Begin one request; use it as an async context manager.
 
@@ -181,10 +182,11 @@ class Handoffs:
             request_id: for the record.
             client_gone, by_operator: tell a cancel by the client, or by the operator, from one by
                 us.
+            route: the only one that a handoff of it may take, None for what the configuration says.
         """
         policy_of_request = wanted or self.config.handoff.policy
         asked = (path, parsed, policy_of_request, request_id)
-        return Exchange(self, *asked, client_gone, by_operator)
+        return Exchange(self, *asked, client_gone, by_operator, route)
 
     async def make_safe(self, facts: BackendFacts, why: str) -> None:
         """Empty the slot after a restore that went wrong, before anything is decoded from it.

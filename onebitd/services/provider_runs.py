@@ -409,7 +409,7 @@ class ProviderRuns:
         self._running = True
         self.running = Running(ticket, trio.current_time())
         try:
-            with timed(record, "provider_wall_ms"):
+            with timed(record, "provider_wall_ms", at="provider_at_ms"):
                 result = await run_provider(
                     argv,
                     env=provider_contract.environment(
@@ -457,13 +457,19 @@ def _taken_by_next_run(lock: DeviceLock) -> HandoffError:
 
 
 class timed:
-    """Adds the time spent inside to a `_ms` field of the record, whatever happens inside."""
+    """Adds the time spent inside to a `_ms` field of the record, whatever happens inside.
+
+    With `at`, that field gets when it began, and the first one the time since then alone.
+    """
 
     __slots__ = ("_field", "_record", "_started")
 
-    def __init__(self, record: HandoffRecord, field: str) -> None:
+    def __init__(self, record: HandoffRecord, field: str, *, at: str | None = None) -> None:
         self._record, self._field = record, field
         self._started = time.monotonic()
+        if at is not None:
+            setattr(record, at, record.since_start_ms(self._started))
+            setattr(record, field, None)
 
     def __enter__(self) -> None:
         pass

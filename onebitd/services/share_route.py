@@ -301,7 +301,7 @@ class ShareRoute:
         """
         if self._supervisor.facts is not facts:
             raise _gone("the decoder restarted after it had shared")
-        with trio.CancelScope(shield=True), timed(record, "adopt_ms"):
+        with trio.CancelScope(shield=True), timed(record, "adopt_ms", at="handed_at_ms"):
             try:
                 adopted = await facts.server.adopt(tokens, shared.share_id)
             except BackendTimeout as error:

@@ -11,7 +11,7 @@ from onebitd.state_tools.files import write_whole
 from onebitd.state_tools.plot import load_matplotlib
 
 _POINTS: Final = 256
-_COLOURS: Final = {"decoder": "#444444", "file": "#0072b2", "shared": "#009e73"}
+COLOURS: Final = {"decoder": "#444444", "file": "#0072b2", "shared": "#009e73"}
 """Apart from each other for colour-blind eyes, too."""
 
 
@@ -33,9 +33,9 @@ def draw(forecast: Forecast, advice: Advice, title: str) -> bytes:
     lengths = _lengths(advice.last)
     expected = [forecast.first_byte(tokens) for tokens in lengths]
     decoder = [row.decoder_ms for row in expected]
-    axes.plot(lengths, decoder, color=_COLOURS["decoder"], linewidth=2, label="decoder alone")
+    axes.plot(lengths, decoder, color=COLOURS["decoder"], linewidth=2, label="decoder alone")
     for verdict in advice.verdicts:
-        colour = _COLOURS[str(verdict.route)]
+        colour = COLOURS[str(verdict.route)]
         values = [row.by(verdict.route) for row in expected]
         axes.plot(lengths, values, color=colour, linewidth=2, label=_label(verdict))
         for tokens in _edges(verdict):
@@ -45,7 +45,7 @@ def draw(forecast: Forecast, advice: Advice, title: str) -> bytes:
     if advice.overlap is not None:
         behind = [forecast.behind_reply(tokens).file_ms for tokens in lengths]
         label = "file route, run hidden behind another reply\n(from when the slot is free)"
-        axes.plot(lengths, behind, color=_COLOURS["file"], linestyle=":", label=label)
+        axes.plot(lengths, behind, color=COLOURS["file"], linestyle=":", label=label)
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("prompt length in tokens")
     axes.set_ylabel("time to first byte in ms")

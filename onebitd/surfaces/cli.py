@@ -20,20 +20,23 @@ from onebitd.core import paths
 from onebitd.core.errors import OnebitError
 from onebitd.surfaces import cli_text
 
-MAX_RECORDS: Final = 1000
-LISTED_RECORDS: Final = 20
-FOLLOWED_RECORDS: Final = 10
-"""Records of the past that `handoffs --follow` starts with."""
-
 EXIT_NOT_FINE: Final = 1
 EXIT_USAGE: Final = 2
-EXIT_NO_DAEMON: Final = 3
 EXIT_INTERRUPTED: Final = 130
 EXIT_BROKEN_PIPE: Final = 141
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
     _Register = Callable[[_Commands, argparse.ArgumentParser], None]
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that does not import shutil: a tenth of a status, only to know the width of help."""
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        from onebitd.surfaces import cli_terminal
+
+        return argparse.HelpFormatter(self.prog, width=cli_terminal.size().columns - 2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +76,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         command: leave out what only the others need; None or an unknown one: all of them.
     """
     where = _where_parser(argparse.SUPPRESS)
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="onebitctl",
         description="Show what onebitd is doing, and install and stop its services.",
         epilog="Exit status: 0 fine; 1 it answered, and is not ready or something is wrong;"
@@ -105,32 +108,15 @@ def _command_of(words: Sequence[str]) -> str | None:
 
 
 def _register_status(commands: _Commands, where: argparse.ArgumentParser) -> None:
-    status = _command(commands, "status", "state, decoder, provider, lock and counters", where)
-    status.set_defaults(run=run_status)
+    from onebitd.surfaces import cli_status_command
+
+    cli_status_command.register(commands, where)
 
 
 def _register_handoffs(commands: _Commands, where: argparse.ArgumentParser) -> None:
-    from onebitd.core.handoff import Outcome
+    from onebitd.surfaces import cli_handoffs
 
-    handoffs = _command(commands, "handoffs", "the last handoffs, and those to come", where)
-    handoffs.add_argument(
-        "-n",
-        dest="number",
-        metavar="N",
-        type=_number,
-        help=f"show the last N (0 to {MAX_RECORDS}; default {LISTED_RECORDS},"
-        f" with -f {FOLLOWED_RECORDS})",
-    )
-    handoffs.add_argument(
-        "-f", "--follow", action="store_true", help="go on with each new one, until Ctrl-C"
-    )
-    handoffs.add_argument(
-        "--outcome",
-        metavar="OUTCOME",
-        choices=[outcome.value for outcome in Outcome],
-        help=f"only those that ended so: {', '.join(Outcome)}",
-    )
-    handoffs.set_defaults(run=run_handoffs)
+    cli_handoffs.register(commands, where)
 
 
 def _register_requests(commands: _Commands, where: argparse.ArgumentParser) -> None:
@@ -165,6 +151,18 @@ def _register_advise(commands: _Commands, where: argparse.ArgumentParser) -> Non
     cli_advise.register(commands, where)
 
 
+def _register_bench(commands: _Commands, where: argparse.ArgumentParser) -> None:
+    from onebitd.surfaces import cli_bench
+
+    cli_bench.register(commands, where)
+
+
+def _register_try(commands: _Commands, where: argparse.ArgumentParser) -> None:
+    from onebitd.surfaces import cli_try
+
+    cli_try.register(commands, where)
+
+
 def _register_provider(commands: _Commands, where: argparse.ArgumentParser) -> None:
     from onebitd.surfaces import cli_provider
 
@@ -175,6 +173,12 @@ def _register_state(commands: _Commands, _where: argparse.ArgumentParser) -> Non
     from onebitd.surfaces import cli_state
 
     cli_state.register(commands)
+
+
+def _register_doctor(commands: _Commands, _where: argparse.ArgumentParser) -> None:
+    from onebitd.surfaces import cli_doctor
+
+    cli_doctor.register(commands, _instance_parser(argparse.SUPPRESS))
 
 
 def _register_units(commands: _Commands, _where: argparse.ArgumentParser) -> None:
@@ -191,46 +195,14 @@ _REGISTRARS: Final[Sequence[tuple[Sequence[str], _Register]]] = (
     (("reload",), _register_reload),
     (("lock",), _register_lock),
     (("advise",), _register_advise),
+    (("bench",), _register_bench),
+    (("try",), _register_try),
+    (("doctor",), _register_doctor),
     (("provider",), _register_provider),
     (("state",), _register_state),
     (("stop", "disable", "install-units", "uninstall-units"), _register_units),
 )
 """The commands that each function adds, in the order of the help page."""
-
-
-def run_status(arguments: argparse.Namespace) -> int:
-    """Print the status page; 0 if the daemon is ready and nothing is wrong."""
-    import datetime as dt
-
-    from onebitd.surfaces import cli_status
-
-    status = _client(arguments).status()
-    now = dt.datetime.now(dt.UTC)
-    if arguments.json:
-        _print_json(status)
-    else:
-        _print(cli_status.status_page(status, now, colour=_has_colour()))
-    return 0 if cli_status.is_fine(status, now) else EXIT_NOT_FINE
-
-
-def run_handoffs(arguments: argparse.Namespace) -> int:
-    """Print the last handoffs, and with --follow each new one until the daemon ends."""
-    client = _client(arguments)
-    printer = _HandoffPrinter(as_json=arguments.json)
-    if not arguments.follow:
-        number = LISTED_RECORDS if arguments.number is None else arguments.number
-        for record in client.handoffs(number, outcome=arguments.outcome):
-            printer.print(record)
-        return 0
-    number = FOLLOWED_RECORDS if arguments.number is None else arguments.number
-    try:
-        for record in client.follow(number, outcome=arguments.outcome):
-            printer.print(record)
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        return 0  # the way to end it
-    _tell("onebitd has ended the connection")
-    return EXIT_NO_DAEMON
 
 
 def run_config(arguments: argparse.Namespace) -> int:
@@ -280,33 +252,6 @@ def run_lock(arguments: argparse.Namespace) -> int:
     return EXIT_NOT_FINE if lock["problem"] else 0
 
 
-class _HandoffPrinter:
-    """Prints records as lines of a table under one heading, or as JSON."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
-        self._width = _columns()
-        self._colour = _has_colour()
-        self._headed = False
-
-    def print(self, record: dict[str, Any]) -> None:
-        """Print one record, or that records were lost."""
-        from onebitd.surfaces import cli_pages as pages
-
-        if self._as_json:
-            _print_json(record)
-            return
-        if "lost" in record:
-            _tell(
-                f"{record['lost']} handoffs are missing here: they came faster than they were read"
-            )
-            return
-        if not self._headed:
-            _print(cli_text.paint(pages.handoffs_header(self._width), "bold", self._colour))
-            self._headed = True
-        _print(pages.handoff_row(record, self._width, colour=self._colour))
-
-
 def _where_parser(default: str | None) -> argparse.ArgumentParser:
     """Return the options that stand before or after the command, which must not undo each other."""
     parser = _instance_parser(default)
@@ -317,7 +262,7 @@ def _where_parser(default: str | None) -> argparse.ArgumentParser:
 
 
 def _instance_parser(default: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(
         "-i", "--instance", default=default, help="name of the instance (default: the only one)"
     )
@@ -342,12 +287,6 @@ def _command(
     return parser
 
 
-def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) <= MAX_RECORDS):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to {MAX_RECORDS}")
-    return int(text)
-
-
 def _client(arguments: argparse.Namespace) -> ControlClient:
     path = arguments.socket or choose_socket(arguments.instance, os.environ, os.geteuid())
     return ControlClient(path)
@@ -361,22 +300,6 @@ def _lock_path(arguments: argparse.Namespace) -> str:
         if arguments.instance or arguments.socket or not isinstance(exc, ClientError):
             _tell(f"{exc}; this is the default lock file")
         return paths.DEVICE_LOCK
-
-
-def _columns() -> int | None:
-    """Return the terminal's width, or $COLUMNS where the output goes elsewhere, or None."""
-    if sys.stdout.isatty():
-        try:
-            return os.get_terminal_size(sys.stdout.fileno()).columns or cli_text.PAGE_COLUMNS
-        except OSError:
-            return cli_text.PAGE_COLUMNS
-    text = os.environ.get("COLUMNS", "")
-    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
-
-
-def _has_colour() -> bool:
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not plain
 
 
 def _print(text: str) -> None:

@@ -1,124 +1,141 @@
 """What `onebitctl status` prints: pure functions from what the daemon said to lines of text.
 
-They take plain mappings and read them with care: the daemon may be of another version.
+They take plain mappings and read them with care: the daemon may be of another version. The most
+important comes first: a screen that is too small loses what is at the end.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from onebitd.surfaces.cli_problems import SERVING, find_problems
+from onebitd.surfaces.cli_recent import policy_words, recent_lines
 from onebitd.surfaces.cli_text import (
+    Line,
     ago,
     clean,
     duration,
     mebibytes,
-    moment_of,
     paint,
     part_of,
     wrap,
 )
 
-RECENT_EXIT_S: Final = 600.0
-"""A decoder that ended against its will counts as a fault for so long after its restart."""
-MANY_FAILURES: Final = 3
-"""So many handoffs tried in vain in a row count as a fault."""
+TWO_COLUMNS: Final = 140
+"""From so many columns on, what happens and what it is made of stand side by side."""
 
+_GAP: Final = 3
+_TEXT_COLUMNS: Final = 110
+"""Sentences are not made longer lines of than the eye follows."""
 _LABEL_COLUMNS: Final = 10
 _STATE_PAINTS: Final = {"ready": "green", "failed": "red"}
-_SERVING: Final = ("ready", "degraded")
-
-_ADVICE: Final = {
-    "lock_busy": "wait for the program that `onebitctl lock` names, or raise lock.wait_s",
-    "lock_unusable": "do what `onebitctl lock` says of the lock file",
-    "provider_exit": "run the provider by hand, see onebit-provider(7), EXAMPLES",
-    "provider_timeout": "find out what the provider waits for, or raise provider.timeout_s",
-    "provider_no_file": "correct the provider: status 0 means that it wrote the state file",
-    "bad_state": (
-        "give provider and decoder the same model, llama.cpp build, flash attention and cache"
-        " types; `onebitctl handoffs` shows where they differ"
-    ),
-    "restore_refused": "report it with the detail that `onebitctl handoffs` shows",
-    "restore_short": "report it with the detail that `onebitctl handoffs` shows",
-    "no_space": "make room where the state files live (handoff.state_dir)",
-    "wasted": (
-        "let the decoder keep what it is handed: --swa-full for a sliding window, --cache-ram 0;"
-        " see onebitd(8), OUTCOMES"
-    ),
-}
-"""What to do, by the reason of the last failure; an imperative, not another name for the fault."""
-
-_BREAKER_ADVICE: Final = {
-    "busy": "wait for the program that has the device, see `onebitctl lock`",
-    "denied": "give the service what the detail says is missing, and restart it",
-    "timeout": "find out what the provider waits for, or raise provider.timeout_s",
-    "crash": "run the provider by hand, see onebit-provider(7), EXAMPLES",
-    "wedged": "look at dmesg, the device may need a reset or the box a restart",
-    "bad_state": "check the provider with `onebitctl provider check`",
-    "suspended": "nothing to do, unless it stays so",
-    "drift": "check the provider with `onebitctl provider check`",
-}
-"""What to do, by the class of the breaker."""
+_LOADING: Final = (
+    "The model is being loaded; until it is ready, requests wait or get 503. The log tells what the"
+    " decoder does meanwhile."
+)
 
 
-def status_page(status: Mapping[str, Any], now: dt.datetime, *, colour: bool) -> str:
-    """Return the page of `onebitctl status`: what is wrong first, then the state, then the rest."""
-    lines: list[str] = []
-    for problem in find_problems(status, now):
-        lines += [paint(line, "yellow", colour) for line in wrap(problem, "", "")]
+def status_page(
+    status: Mapping[str, Any], now: dt.datetime, *, colour: bool, columns: int = 80
+) -> str:
+    """Return the page of `onebitctl status`: what is wrong first, then the state, then the rest.
+
+    Args:
+        status: `/v1/status`, with `probe` where the listener was asked.
+        now: for how long ago things were.
+        colour: whether there are any.
+        columns: that a line may have; at least 40 are taken.
+    """
+    columns = max(columns, 40)
+    lines = problem_lines(status, now, columns, colour=colour)
     if lines:
         lines.append("")
-    lines += _state_lines(status, colour)
-    for label, values in _rows(status, now):
-        for position, value in enumerate(values):
-            head = label if position == 0 else ""
-            indent = " " * _LABEL_COLUMNS
-            lines += wrap(clean(value), head.ljust(_LABEL_COLUMNS), indent)
+    lines += _state_lines(status, columns, colour)
+    two = columns >= TWO_COLUMNS
+    width = (columns - _GAP) // 2 if two else columns
+    happening = recent_lines(part_of(status, "recent"), width)
+    if happening:
+        lines.append("")
+    happening += _row_lines(_rows_of_what_happens(status, now), width)
+    made_of = _row_lines(_rows_of_parts(status, now), width)
+    past = _row_lines(_rows_of_the_past(status, now), width)
+    shown = _side_by_side([*happening, *past], made_of, width) if two else None
+    lines += [line.shown(colour) for line in shown or [*happening, *made_of, *past]]
     return "\n".join(lines)
 
 
-def find_problems(status: Mapping[str, Any], now: dt.datetime) -> list[str]:
-    """Return a sentence for each thing that is wrong, with what to do; empty when all is well."""
-    checks = (
-        _state_problem,
-        _exit_problem,
-        _provider_problem,
-        _breaker_problem,
-        _route_problem,
-        _audit_problem,
-        _lock_problem,
-        _failure_problem,
-    )
-    return [clean(problem) for check in checks if (problem := check(status, now)) is not None]
+def problem_lines(
+    status: Mapping[str, Any], now: dt.datetime, columns: int, *, colour: bool
+) -> list[str]:
+    """Return the sentences about what is wrong, and about what is to be waited for."""
+    columns = min(columns, _TEXT_COLUMNS)
+    found = [
+        paint(line, "yellow", colour)
+        for problem in find_problems(status, now)
+        for line in wrap(problem, "", "  ", columns)
+    ]
+    if status.get("state") == "loading":
+        found += wrap(_LOADING, "", "  ", columns)
+    return found
 
 
-def is_fine(status: Mapping[str, Any], now: dt.datetime) -> bool:
-    """Tell whether the daemon is ready and nothing is wrong with it."""
-    return status.get("state") == "ready" and not find_problems(status, now)
+def answer_words(status: Mapping[str, Any]) -> str | None:
+    """Return how the public listener answered, None when it was not asked."""
+    probe = part_of(status, "probe")
+    if not probe or not probe.get("tried", True):
+        return None
+    if probe.get("status") == 200:
+        ms = probe.get("ms")
+        return f"answers in {ms:.1f} ms" if isinstance(ms, float) else "answers"
+    return "does not answer" if probe.get("status") is None else f"answers {probe['status']}"
 
 
-def _state_lines(status: Mapping[str, Any], colour: bool) -> list[str]:
+def addresses(status: Mapping[str, Any]) -> str:
+    """Return where it listens, for people."""
+    found = ", ".join(str(address) for address in status.get("listen") or ())
+    return f"{found} (systemd's socket)" if found and status.get("listen_passed") else found
+
+
+def state_words(status: Mapping[str, Any]) -> str:
+    """Return the state, and what the daemon has to say about it unless a sentence has that."""
+    state = str(status.get("state", "?"))
+    detail = status.get("state_detail")
+    return f"{state} ({detail})" if detail and state not in (*SERVING, "failed") else state
+
+
+def _state_lines(status: Mapping[str, Any], columns: int, colour: bool) -> list[str]:
     state = clean(str(status.get("state", "?")))
-    parts = [state]
-    if status.get("state_detail"):
-        parts[0] += f" ({status['state_detail']})"
-    parts.append(f"up {duration(status.get('uptime_s'))}")
-    parts += [str(address) for address in status.get("listen") or ()]
+    parts = [state_words(status), f"up {duration(status.get('uptime_s'))}"]
+    parts += filter(None, (addresses(status), answer_words(status)))
     head = clean(f"{status.get('instance', '?')}: ")
-    first, *rest = wrap(clean(", ".join(parts)), head, " " * len(head))
+    first, *rest = wrap(clean(", ".join(parts)), head, " " * len(head), columns)
     painted = head + paint(state, _STATE_PAINTS.get(state, "yellow"), colour)
     return [first.replace(head + state, painted, 1), *rest]
 
 
-def _rows(status: Mapping[str, Any], now: dt.datetime) -> list[tuple[str, list[str]]]:
-    rows = [
-        ("model", _model_values(part_of(status, "model"))),
-        ("decoder", _decoder_values(part_of(status, "backend"), now)),
+_Rows = list[tuple[str, list[str]]]
+
+
+def _rows_of_what_happens(status: Mapping[str, Any], now: dt.datetime) -> _Rows:
+    rows = [("slot", [_slot_words(part_of(status, "slot"), part_of(status, "queue"))])]
+    words = policy_words(part_of(status, "policy"))
+    return [*rows, ("policy", words)] if words else rows
+
+
+def _rows_of_parts(status: Mapping[str, Any], now: dt.datetime) -> _Rows:
+    return [
         ("provider", _provider_values(part_of(status, "provider"))),
+        ("decoder", _decoder_values(part_of(status, "backend"), now)),
         ("lock", _lock_values(part_of(status, "lock"), status.get("pid"))),
-        ("slot", _slot_values(part_of(status, "slot"))),
-        ("queue", _queue_values(part_of(status, "queue"))),
+        *_device_rows(part_of(status, "device")),
+        ("model", _model_values(part_of(status, "model"))),
+    ]
+
+
+def _rows_of_the_past(status: Mapping[str, Any], now: dt.datetime) -> _Rows:
+    rows = [
         *_counter_rows(part_of(status, "handoffs")),
         *_audit_rows(part_of(status, "audit"), now),
     ]
@@ -126,6 +143,27 @@ def _rows(status: Mapping[str, Any], now: dt.datetime) -> list[tuple[str, list[s
     if failure:
         rows.append(("last fail", [_failure_words(failure, now)]))
     return rows
+
+
+def _row_lines(rows: _Rows, columns: int) -> list[Line]:
+    lines = []
+    for label, values in rows:
+        for position, value in enumerate(values):
+            head = label if position == 0 else ""
+            indent = " " * _LABEL_COLUMNS
+            wrapped = wrap(clean(value), head.ljust(_LABEL_COLUMNS), indent, columns)
+            lines += [Line(text, ((0, len(head), "dim"),)) for text in wrapped[:1]]
+            lines += [Line(text) for text in wrapped[1:]]
+    return lines
+
+
+def _side_by_side(left: Sequence[Line], right: Sequence[Line], width: int) -> list[Line]:
+    lines = []
+    for number in range(max(len(left), len(right))):
+        one = left[number] if number < len(left) else Line("")
+        other = right[number] if number < len(right) else Line("")
+        lines.append(one.beside(other, width + _GAP))
+    return lines
 
 
 def _model_values(model: Mapping[str, Any]) -> list[str]:
@@ -190,21 +228,27 @@ def _lock_values(lock: Mapping[str, Any], daemon_pid: object) -> list[str]:
     return [f"{state}, {lock.get('path', '?')}, {how}"]
 
 
-def _slot_values(slot: Mapping[str, Any]) -> list[str]:
-    if not slot.get("busy"):
-        return ["idle"]
-    facts = ["busy"]
-    if slot.get("phase"):
-        facts.append(str(slot["phase"]))
-    if slot.get("request_id"):
-        facts.append(f"request {slot['request_id']}")
-    if slot.get("age_s") is not None:
-        facts.append(f"for {duration(slot['age_s'])}")
-    return [", ".join(facts)]
+def _slot_words(slot: Mapping[str, Any], queue: Mapping[str, Any]) -> str:
+    facts = ["idle"]
+    if slot.get("busy"):
+        facts = ["busy"]
+        if slot.get("phase"):
+            facts.append(str(slot["phase"]))
+        if slot.get("request_id"):
+            facts.append(f"request {slot['request_id']}")
+        if slot.get("age_s") is not None:
+            facts.append(f"for {duration(slot['age_s'])}")
+    waiting = f"{queue.get('pending', '?')} waiting, room for {queue.get('max', '?')}"
+    return f"{', '.join(facts)}; {waiting}"
 
 
-def _queue_values(queue: Mapping[str, Any]) -> list[str]:
-    return [f"{queue.get('pending', '?')} waiting, room for {queue.get('max', '?')}"]
+def _device_rows(device: Mapping[str, Any]) -> _Rows:
+    facts = [
+        f"{str(name).replace('_', ' ')} {value}"
+        for name, value in device.items()
+        if value is not None and not isinstance(value, (Mapping, list))
+    ]
+    return [("device", [", ".join(facts)])] if facts else []
 
 
 def _counter_rows(handoffs: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
@@ -237,117 +281,6 @@ def _audit_rows(audit: Mapping[str, Any], now: dt.datetime) -> list[tuple[str, l
     ]
 
 
-def _state_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    last_exit = part_of(part_of(status, "backend"), "last_exit")
-    why = status.get("state_detail") or last_exit.get("reason")
-    because = f" ({why})" if why else ""
-    match status.get("state"):
-        case "failed":
-            return f"onebitd has failed{because}. Its log says more: {_log_of(status)}."
-        case "restarting":
-            return (
-                f"The decoder is being restarted{because}; until it is ready, requests wait or get"
-                f" 503. Its last words are in the log: {_log_of(status)}."
-            )
-        case "draining":
-            return "onebitd is stopping: replies under way are finished, new requests get 503."
-    return None
-
-
-def _exit_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    last_exit = part_of(part_of(status, "backend"), "last_exit")
-    moment = moment_of(last_exit.get("time"))
-    if status.get("state") not in _SERVING or moment is None:
-        return None
-    if (now - moment).total_seconds() > RECENT_EXIT_S:
-        return None
-    return (
-        f"The decoder ended unexpectedly {ago(last_exit.get('time'), now)}"
-        f" ({last_exit.get('reason')}) and was restarted. Its last words are in the log:"
-        f" {_log_of(status)}."
-    )
-
-
-def _provider_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    provider = part_of(status, "provider")
-    if provider.get("state") == "stuck":
-        return (
-            "A run of the prefill provider cannot be killed; no prompt is handed off until it is"
-            " gone. It hangs in the kernel: look at dmesg, the device may need a reset."
-        )
-    return None
-
-
-def _breaker_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    provider = part_of(status, "provider")
-    if provider.get("breaker") in (None, "closed"):
-        return None
-    kind, detail = provider.get("breaker_class"), provider.get("breaker_detail")
-    text = "The prefill provider is not called for now"
-    text += f": {detail}." if detail else f": its breaker is {provider['breaker']}."
-    advice = _BREAKER_ADVICE.get(str(kind))
-    if advice is not None:
-        text += f" What helps: {advice}."
-    return f"{text} `onebitctl provider reset` puts it back into service at once."
-
-
-def _route_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    why = part_of(status, "provider").get("route_off")
-    if not why:
-        return None
-    return (
-        f"Nothing is handed over to this decoder: {why}."
-        " After a change, `onebitctl provider reset` or a restart has it tried again."
-    )
-
-
-def _audit_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    strikes = part_of(status, "audit").get("strikes") or 0
-    if not strikes:
-        return None
-    what = "An audit has" if strikes == 1 else f"{strikes} audits have"
-    return (
-        f"{what} found a prompt's cache that differs from the decoder's own; replies may have been"
-        f" wrong. Each is in the log: {_log_of(status)}. When the cause is found,"
-        " `onebitctl provider reset` clears this."
-    )
-
-
-def _lock_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    lock = part_of(status, "lock")
-    if lock.get("hold") == "never":
-        return None  # a file that nobody here takes is nobody's trouble
-    return f"Device lock {lock.get('path')}: {lock['problem']}." if lock.get("problem") else None
-
-
-def _failure_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    provider, counts = part_of(status, "provider"), part_of(status, "handoffs")
-    if provider.get("breaker") not in (None, "closed") or provider.get("route_off"):
-        return None  # which says it all
-    in_a_row = provider.get("consecutive_failures") or 0
-    failed = sum(counts.get(name) or 0 for name in ("fallback", "wasted", "failed"))
-    tried = failed + (counts.get("used") or 0)
-    if in_a_row >= MANY_FAILURES:
-        text = f"The last {in_a_row} handoffs failed"
-    elif in_a_row and tried >= 10 and failed * 2 > tried:
-        text = f"{failed} of {tried} handoffs failed"
-    else:
-        return None
-    failure = part_of(provider, "last_error")
-    reason = failure.get("reason", "?")
-    advice = _ADVICE.get(reason, "`onebitctl handoffs` shows each, the log holds more")
-    if failure:
-        text += f", the last with {reason}"
-    return f"{text}: the decoder prefills instead, which is slower. What helps: {advice}."
-
-
 def _failure_words(failure: Mapping[str, Any], now: dt.datetime) -> str:
     detail = f": {failure['detail']}" if failure.get("detail") else ""
     return f"{ago(failure.get('time'), now)}, {failure.get('reason', '?')}{detail}"
-
-
-def _log_of(status: Mapping[str, Any]) -> str:
-    """Say where the log is: a daemon that nothing manages writes where its starter looks."""
-    if status.get("service_manager"):
-        return f"`journalctl -u onebitd@{status.get('instance', '?')}`"
-    return "the daemon's standard error"

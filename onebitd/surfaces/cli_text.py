@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 import textwrap
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 PAGE_COLUMNS: Final = 80
+
+_COMMAND: Final = re.compile("`[^`]*`")
+_KEPT: Final = "\0"
+"""Stands for a space at which no line may end; no text has it that went through `clean`."""
 
 _PAINTS: Final = {"green": "32", "yellow": "33", "red": "31", "dim": "2", "bold": "1"}
 
@@ -82,18 +87,42 @@ def cut(line: str, width: int | None) -> str:
 
 def paint(text: str, name: str, colour: bool) -> str:
     """Return the text in a colour, or as it is when `colour` is False."""
-    return f"\x1b[{_PAINTS[name]}m{text}\x1b[0m" if colour else text
+    return f"\x1b[{_PAINTS[name]}m{text}\x1b[0m" if colour and text else text
 
 
-def wrap(text: str, first: str, rest: str) -> list[str]:
-    """Return lines of at most `PAGE_COLUMNS`; the first starts with `first`, others with `rest`."""
-    return textwrap.wrap(
-        text,
-        PAGE_COLUMNS,
+class Line(NamedTuple):
+    """A line, and which parts of it have which colour: (from, to, name), in order."""
+
+    text: str
+    paints: tuple[tuple[int, int, str], ...] = ()
+
+    def shown(self, colour: bool) -> str:
+        """Return it with its colours, or as it is when `colour` is False."""
+        text = self.text
+        for start, end, name in reversed(self.paints):
+            text = text[:start] + paint(text[start:end], name, colour) + text[end:]
+        return text
+
+    def beside(self, right: Line, column: int) -> Line:
+        """Return this line with another one that begins at a column."""
+        moved = tuple((start + column, end + column, name) for start, end, name in right.paints)
+        return Line(f"{self.text:<{column}}{right.text}".rstrip(), (*self.paints, *moved))
+
+
+def wrap(text: str, first: str, rest: str, columns: int = PAGE_COLUMNS) -> list[str]:
+    """Return lines of at most `columns`; the first starts with `first`, others with `rest`.
+
+    A command, between backticks, stays in one line if that is long enough.
+    """
+    whole = _COMMAND.sub(lambda found: found[0].replace(" ", _KEPT), text)
+    lines = textwrap.wrap(
+        whole,
+        columns,
         initial_indent=first,
         subsequent_indent=rest,
         break_on_hyphens=False,
     ) or [first.rstrip()]
+    return [line.replace(_KEPT, " ") for line in lines]
 
 
 def part_of(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -363,15 +363,15 @@ def _group_id(site: Site) -> int | None:
 
 
 def _is_configured(site: Site, unit: str, instance: str) -> bool:
-    """Run `onebitd --check-config` with the user, the files and the settings of the service."""
+    """Run `onebitd --check-config` with the user, the sandbox and the settings of the service."""
     from onebitd.adapters import systemd_tools
-    from onebitd.core import unit_layout
+    from onebitd.core import unit_sandbox
 
     shown = systemd_tools.run("systemctl", "cat", unit)
     if shown.status != 0:
         site.problem(f"systemctl cat {unit}: {shown.said}")
         return False
-    properties = unit_layout.check_properties(shown.stdout, instance)
+    properties = unit_sandbox.properties(shown.stdout, instance)
     done = systemd_tools.run(
         "systemd-run",
         *("--quiet", "--pipe", "--wait", "--collect"),

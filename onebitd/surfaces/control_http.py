@@ -1,5 +1,6 @@
-"""The control API: HTTP/1.1 over the control socket, JSON.
+"""The control API: HTTP/1.1 over the control socket.
 
+`GET /metrics` in Prometheus's formats, all else JSON:
 `GET /v1/status`, `GET /v1/requests`, `GET /v1/handoffs`, `GET /v1/config`, `GET /v1/costs`,
 `POST /v1/requests/cancel`, `POST /v1/reload`, `POST /v1/provider/reset`. Errors have the shape
 `{"error": {"message", "type", "code"}}`; a refused reload adds `problems`, a list of lines.
@@ -24,6 +25,7 @@ from onebitd.core.handoff import Outcome
 from onebitd.services.history import Follower, History, parse_time
 from onebitd.surfaces.asgi_shield import shield_final_send
 from onebitd.surfaces.gate import guard_control
+from onebitd.surfaces.metrics_http import METRICS_PATH, MakeExposition
 
 DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 1000
@@ -58,7 +60,12 @@ CancelRequest = Callable[[str], int]
 
 
 def create_control_app(
-    view: ControlView, reload: Reload, reset_provider: ResetProvider, cancel: CancelRequest
+    view: ControlView,
+    reload: Reload,
+    reset_provider: ResetProvider,
+    cancel: CancelRequest,
+    *,
+    metrics: MakeExposition,
 ) -> QuartTrio:
     """Build the ASGI application of the control socket.
 
@@ -68,6 +75,7 @@ def create_control_app(
             when it is not the time. It goes on when its client leaves.
         reset_provider: clears what is held against the provider, at once.
         cancel: ends every request of an id, and returns how many there were; does not wait.
+        metrics: makes what a scraper gets.
 
     A client that follows ends when it leaves, when `view.history.close()` is called, or when the
     server's task is cancelled; it holds no task of its own.
@@ -83,6 +91,11 @@ def create_control_app(
     @app.get("/v1/status")
     async def status() -> Response:
         return jsonify(view.status().to_json())
+
+    @app.get(METRICS_PATH)
+    async def exposition() -> Response:
+        content_type, body = metrics(request.headers.get("Accept"))
+        return Response(body, content_type=content_type)
 
     @app.get("/v1/config")
     async def config() -> Response:
@@ -261,7 +274,7 @@ def _render_error(error: HTTPException) -> Response:
     if isinstance(error, NotFound):
         message = (
             f"no such endpoint: {request.path}; this onebitd has GET /v1/status,"
-            " GET /v1/requests, GET /v1/handoffs, GET /v1/config, GET /v1/costs,"
+            " GET /v1/requests, GET /v1/handoffs, GET /v1/config, GET /v1/costs, GET /metrics,"
             " POST /v1/requests/cancel, POST /v1/reload and POST /v1/provider/reset"
         )
     elif isinstance(error, MethodNotAllowed):

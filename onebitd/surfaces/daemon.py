@@ -33,11 +33,15 @@ from onebitd.core.reload import Merged
 from onebitd.services.admission import Admission
 from onebitd.services.handoff import Handoffs
 from onebitd.services.history import History
+from onebitd.services.metrics import Metrics
 from onebitd.services.supervisor import Launch, Supervisor
 from onebitd.surfaces import reload
 from onebitd.surfaces.control_http import create_control_app
 from onebitd.surfaces.launch import plan_launch, slots_dir
 from onebitd.surfaces.listening import admit_to_control
+from onebitd.surfaces.metrics_http import MAX_CONNECTIONS as METRICS_CONNECTIONS
+from onebitd.surfaces.metrics_http import MetricsApp
+from onebitd.surfaces.page import Page, Sources
 from onebitd.surfaces.public_http import PublicApp
 from onebitd.surfaces.start import SIGNALS, Started
 from onebitd.surfaces.status_view import StatusView
@@ -252,11 +256,15 @@ class Daemon:
             self._history,
             self._listening.addresses,
             service_manager=self._manager.present,
+            listen_passed=self._listening.public_is_passed,
         )
 
     async def _run_services(self) -> None:
+        sources = Sources(self._view.status, self._view.costs, self._handoffs.in_flight)
+        page = Page(sources, enabled=self._config.http.page)
+        self._history.listen(page.note)
         app = self._app = PublicApp(
-            self._handoffs, self._config.http, self._keys, lambda: self._view.draining
+            self._handoffs, self._config.http, self._keys, lambda: self._view.draining, page
         )
         audits, breaker, keeper = (
             self._handoffs.audits,
@@ -264,9 +272,12 @@ class Daemon:
             self._handoffs.keeper,
         )
         audits.on_change = breaker.on_change = self._tell_manager
+        metrics = Metrics(self._view.status, lambda: len(self._handoffs.in_flight.entries()))
+        self._history.listen(metrics.count)
         control_app: Any = create_control_app(
             *(self._view, self._reloads.reload, self._handoffs.reset_provider),
             self._cancel_request,
+            metrics=metrics.exposition,
         )
         self._server = HttpServer(
             app, self._listening.public, max_connections=self._config.http.max_connections
@@ -279,6 +290,12 @@ class Daemon:
             max_connections=_CONTROL_CONNECTIONS,
         )
         control = _Service(control_server.run)
+        metrics_server = HttpServer(
+            MetricsApp(metrics.exposition, lambda: self._config),
+            self._listening.metrics,
+            max_connections=METRICS_CONNECTIONS,
+        )
+        scraping = _Service(metrics_server.run)
         handoffs = _Service(self._handoffs.runs.run)
         auditing = _Service(audits.run)
         breaking, learning = _Service(breaker.run), _Service(keeper.run)
@@ -289,6 +306,7 @@ class Daemon:
             nursery.start_soon(self._notify)
             await reloads.start(nursery)
             await control.start(nursery)
+            await scraping.start(nursery)
             await public.start(nursery)
             handoffs.start_soon(nursery)
             auditing.start_soon(nursery)
@@ -314,6 +332,7 @@ class Daemon:
             await handoffs.stop()
             await learning.stop()
             self._history.close()
+            await scraping.stop()
             await control.stop()
             nursery.cancel_scope.cancel()
 
@@ -324,6 +343,9 @@ class Daemon:
             line=f"onebitd {__version__} listens on {', '.join(self._listening.addresses)}, "
             f"instance {config.instance}, model {config.model.alias}",
         )
+        if self._listening.metrics:
+            where = ", ".join(f"http://{one}/metrics" for one in self._listening.metrics_addresses)
+            log.info("metrics", line=f"metrics are on {where}")
         for event, line in _remarks(config):
             log.warning(event, line=line)
         for open_door in filter(None, map(peers.loose_mode, self._listening.control)):

@@ -20,7 +20,7 @@ from hypercorn.typing import (
     Scope,
 )
 
-from onebitd.core import cors, guards
+from onebitd.core import cors, guards, page_view
 from onebitd.core.api_keys import ApiKeys
 from onebitd.core.config import HttpConfig
 from onebitd.core.errors import RequestError
@@ -33,6 +33,14 @@ _SECRET_BYTES: Final = 32
 def asks_for_health(scope: HTTPScope) -> bool:
     """Say whether this is a health check, which needs no key: proxies have none."""
     return scope["path"] in HEALTH_PATHS and scope["method"] in ("GET", "HEAD")
+
+
+def asks_for_page(scope: HTTPScope) -> bool:
+    """Say whether a browser asks for the page itself, where its reader then types the key.
+
+    It holds no data; that comes from /onebit/events, which is asked with the key.
+    """
+    return scope["path"] in page_view.PAGE_PATHS and scope["method"] in ("GET", "HEAD")
 
 
 class Gate:
@@ -79,7 +87,8 @@ class Gate:
         if asks_for_health(scope):
             return send
         try:
-            self._check_key(scope["method"], headers)
+            if not asks_for_page(scope):
+                self._check_key(scope["method"], headers)
             guards.check_request(scope["method"], _target_of(scope), scope["path"])
         except RequestError as error:
             await _turn_away(Client(scope, receive, send), error)

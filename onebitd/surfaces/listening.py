@@ -12,9 +12,10 @@ from typing import Any, Final
 from onebitd.adapters import listeners, peers
 from onebitd.adapters.systemd import ServiceManager
 from onebitd.core import paths
-from onebitd.core.config import Config, HttpConfig
+from onebitd.core.config import Config, HttpConfig, MetricsConfig
 from onebitd.core.config_checks import is_loopback
-from onebitd.core.errors import ConfigError, RequestError
+from onebitd.core.errors import ConfigError, OnebitError, RequestError
+from onebitd.core.origins import parse_listen
 
 _BACKLOG: Final = 1024
 _PASSED_NAMES: Final = ("http", "control")
@@ -31,6 +32,8 @@ class Listening:
             serves them waits.
         addresses: what the public listener listens on, for people.
         hosts: those of its TCP addresses.
+        metrics: the listener for scrapers, one for each address; none without metrics.listen.
+        metrics_addresses: what that one listens on, for people.
     """
 
     control: Sequence[socket.socket]
@@ -38,6 +41,8 @@ class Listening:
     public_is_passed: bool
     addresses: Sequence[str]
     hosts: Sequence[str]
+    metrics: Sequence[socket.socket] = ()
+    metrics_addresses: Sequence[str] = ()
 
 
 def open_listeners(config: Config, manager: ServiceManager, runtime: Path) -> Listening:
@@ -49,7 +54,7 @@ def open_listeners(config: Config, manager: ServiceManager, runtime: Path) -> Li
         runtime: of the instance; its lock is held.
 
     Raises:
-        InstanceTaken: the port or the control socket is somebody else's.
+        InstanceTaken: a port or the control socket is somebody else's.
         ConfigError: an address that cannot be had, or that asks for keys; a socket that nobody
             would serve.
     """
@@ -71,10 +76,16 @@ def open_listeners(config: Config, manager: ServiceManager, runtime: Path) -> Li
     if not is_passed:
         public = listeners.open_tcp(config.http.host, config.http.port, _BACKLOG)
     _check_exposure(config.http, public, is_passed=is_passed)
+    try:
+        metrics = _open_metrics(config.metrics)
+    except OnebitError:
+        for one in (*public, *control):
+            one.close()
+        raise
     if not control:
         mode = 0o660 if os.geteuid() == 0 or manager.present else 0o600
         control = [listeners.open_unix(runtime / paths.CONTROL_SOCKET, mode)]
-    for one in (*public, *control):
+    for one in (*public, *control, *metrics):
         listeners.set_options(one)
     tcp = [one for one in public if one.family != socket.AF_UNIX]
     return Listening(
@@ -83,7 +94,17 @@ def open_listeners(config: Config, manager: ServiceManager, runtime: Path) -> Li
         is_passed,
         [_address_of(listener) for listener in public],
         [one.getsockname()[0] for one in tcp],
+        metrics,
+        [_address_of(one) for one in metrics],
     )
+
+
+def _open_metrics(metrics: MetricsConfig) -> list[socket.socket]:
+    """Open the listener for scrapers, none where none is wanted."""
+    where = None if metrics.listen is None else parse_listen(metrics.listen)
+    if where is None:
+        return []
+    return listeners.open_tcp(*where, _BACKLOG, listeners.METRICS)
 
 
 def admit_to_control(

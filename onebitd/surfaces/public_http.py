@@ -14,20 +14,22 @@ import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
 
 from onebitd.adapters.llama_server import Reply
-from onebitd.core import guards, request
+from onebitd.core import guards, page_view, request
 from onebitd.core.backend_state import BackendState
 from onebitd.core.config import HttpConfig, Policy
 from onebitd.core.errors import BackendError, RequestError
+from onebitd.core.handoff import Route
 from onebitd.core.http1 import Headers
 from onebitd.services.handoff import Handoffs
 from onebitd.services.in_flight import Entry
 from onebitd.services.supervisor import BackendFacts
 from onebitd.surfaces.gate import Gate, asks_for_health
+from onebitd.surfaces.page import Page
 from onebitd.surfaces.relay import JSON_TYPE, Client, ClientGone, end_to_end
 
 log = structlog.get_logger()
 
-_OWN_HEADERS = (b"x-onebit-handoff", b"x-request-id", b"origin")
+_OWN_HEADERS = (b"x-onebit-handoff", b"x-onebit-route", b"x-request-id", b"origin")
 _POLL_CACHE_S = 1.0
 _PARSE_INLINE_BYTES = 1 << 20
 """A larger body is parsed off the event loop."""
@@ -59,6 +61,7 @@ class PublicApp:
         config: `[http]`.
         api_keys: the keys, empty when none are needed.
         is_draining: True once the daemon is stopping.
+        page: what is below /onebit/.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class PublicApp:
         config: HttpConfig,
         api_keys: tuple[str, ...],
         is_draining: Callable[[], bool],
+        page: Page,
     ) -> None:
         self._handoffs = handoffs
+        self._page = page
         self._rules = _Rules(config, Gate(config, api_keys))
         self._is_draining = is_draining
         self._polled: dict[bytes, _Polled] = {}
@@ -77,6 +82,7 @@ class PublicApp:
     def reconfigure(self, config: HttpConfig, api_keys: tuple[str, ...]) -> None:
         """Hold the requests to come against these; those that run keep theirs."""
         self._rules = _Rules(config, Gate(config, api_keys))
+        self._page.reconfigure(enabled=config.page)
 
     async def __call__(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
@@ -92,6 +98,9 @@ class PublicApp:
     ) -> None:
         if asks_for_health(scope):
             await self._answer_health(Client(scope, receive, send))
+            return
+        if page_view.shows(scope["path"]):
+            await self._page.serve(scope, receive, send)
             return
         rules = self._rules
         client = Client(scope, receive, send)
@@ -148,7 +157,10 @@ class PublicApp:
     ) -> None:
         wanted = (client.path, parsed, _wanted_policy(client), entry.request_id)
         exchange = entry.exchange = self._handoffs.exchange(
-            *wanted, lambda: client.gone, lambda: entry.cancelled_by == "operator"
+            *wanted,
+            lambda: client.gone,
+            lambda: entry.cancelled_by == "operator",
+            _wanted_route(client, may_share=self._handoffs.config.handoff.share),
         )
 
         async def send(reply: Reply) -> BackendError | None:
@@ -288,6 +300,23 @@ def _wanted_policy(client: Client) -> Policy | None:
         raise RequestError(
             400, f"X-Onebit-Handoff: {text[:40]!r} is none of {', '.join(Policy)}"
         ) from None
+
+
+def _wanted_route(client: Client, *, may_share: bool) -> Route | None:
+    text = dict(client.headers).get(b"x-onebit-route", b"").decode("latin-1").strip().lower()
+    if not text:
+        return None
+    try:
+        route = Route(text)
+    except ValueError:
+        raise RequestError(
+            400, f"X-Onebit-Route: {text[:40]!r} is none of {', '.join(Route)}"
+        ) from None
+    if route is Route.SHARED and not may_share:
+        raise RequestError(
+            400, "X-Onebit-Route: shared: this onebitd does not share; set handoff.share = true"
+        )
+    return route
 
 
 def _why_cancelled(entry: Entry) -> RequestError:

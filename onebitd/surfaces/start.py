@@ -157,7 +157,7 @@ def _open(config: Config, runtime: Path, manager: ServiceManager) -> Iterator[Li
     try:
         yield listening
     finally:
-        for one in (*listening.public, *listening.control):
+        for one in (*listening.public, *listening.control, *listening.metrics):
             one.close()
         if not manager.listen_fds().get("control"):
             listeners.unlink_unix(runtime / paths.CONTROL_SOCKET)

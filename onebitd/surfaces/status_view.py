@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from onebitd import __version__
 from onebitd.adapters import lock_probe
+from onebitd.core import advice, recent_handoffs
 from onebitd.core.backend_state import BackendState
 from onebitd.core.breaker import BreakerStatus, State
 from onebitd.core.config import SETTING_BY_KEY, Config
@@ -17,17 +19,22 @@ from onebitd.core.control_api import (
     BackendStatus,
     LockStatus,
     ModelStatus,
+    PolicyStatus,
     ProviderStatus,
     QueueStatus,
     RequestInFlight,
     SlotStatus,
     Status,
 )
+from onebitd.core.forecast import SHORTEST, Forecast, Given
+from onebitd.core.handoff import HandoffRecord, Route
 from onebitd.services.admission import Admission
 from onebitd.services.handoff import Handoffs
 from onebitd.services.history import History
 from onebitd.services.supervisor import Supervisor
 
+_POLICY_KEPT_S: Final = 10.0
+"""To work out where a handoff pays takes some milliseconds of the event loop."""
 _SECRET_FLAG: Final = re.compile(r"token$|-hft$|key$|secret|password")
 
 
@@ -38,6 +45,7 @@ class StatusView:
         draining: set once the daemon is stopping.
         failed: set once there will be no decoder any more, which is why the daemon stops.
         history: the handoffs since the start.
+        history_problem: says why handoffs are not kept over a restart, None when they are.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class StatusView:
         listen: Sequence[str],
         *,
         service_manager: bool,
+        listen_passed: bool = False,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
@@ -57,14 +66,22 @@ class StatusView:
         self._admission = admission
         self._listen = list(listen)
         self._service_manager = service_manager
+        self._listen_passed = listen_passed
+        self._last: collections.deque[HandoffRecord] = collections.deque(
+            maxlen=recent_handoffs.LOOKED_AT
+        )
+        history.listen(self._last.append)
+        self._policy: tuple[float, PolicyStatus] | None = None
         self._started = time.monotonic()
         self.history = history
+        self.history_problem: Callable[[], str | None] = lambda: None
         self.draining = False
         self.failed = False
 
     def reconfigure(self, config: Config) -> None:
         """Show a new configuration from now on."""
         self._config = config
+        self._policy = None
 
     def line(self) -> str:
         """Return the state as one line, for `systemctl status`.
@@ -153,6 +170,41 @@ class StatusView:
             handoffs=self.history.counts(),
             service_manager=self._service_manager,
             audit=self._handoffs.audits.status(),
+            listen_passed=self._listen_passed,
+            recent=recent_handoffs.look_at(self._last, self._alone_ms),
+            policy=self._policy_status(),
+            history_problem=self.history_problem(),
+        )
+
+    def _alone_ms(self, tokens: int) -> float | None:
+        return self._handoffs.keeper.costs.decoder_ms(0, tokens, overlapped=False)
+
+    def _policy_status(self) -> PolicyStatus | None:
+        if self._config.provider.program is None:
+            return None
+        now = time.monotonic()
+        if self._policy is None or now - self._policy[0] > _POLICY_KEPT_S:
+            self._policy = (now, self._policy_now())
+        return self._policy[1]
+
+    def _policy_now(self) -> PolicyStatus:
+        handoffs, config, facts = self._handoffs, self._config, self._supervisor.facts
+        shared = handoffs.shares.state(config) == "on"
+        route = Route.SHARED if shared else Route.FILE
+        policy = config.handoff.policy.value
+        forecast = Forecast(handoffs.keeper.costs, Given())
+        ctx_size = config.model.ctx_size if facts is None else facts.ctx_size
+        missing = list(forecast.missing())
+        if missing or route not in forecast.routes() or ctx_size is None:
+            return PolicyStatus(policy, route.value, missing)
+        found = advice.judge(route, forecast.first_byte, max(ctx_size - 1, SHORTEST))
+        return PolicyStatus(
+            policy,
+            route.value,
+            wins=[list(stretch) for stretch in found.wins],
+            last=found.last,
+            best_tokens=found.best_tokens,
+            best_factor=round(found.best_factor, 3),
         )
 
     def _provider_status(self) -> ProviderStatus:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route, outcome_of_reply
+from onebitd.core.handoff import (
+    FIELDS,
+    HandoffRecord,
+    Outcome,
+    Reason,
+    Route,
+    outcome_of_reply,
+)
 
 
 def record(**fields: object) -> HandoffRecord:
@@ -90,6 +97,16 @@ def test_fields_what_does_not_apply_is_absent() -> None:
     assert found["queue_ms"] == 0.0
     assert "reason" not in found
     assert "adopt_ms" not in found
+    assert set(record(started_s=12.5).fields()) <= set(FIELDS)
+    assert "started_s" not in FIELDS
+
+
+@pytest.mark.parametrize(("started_s", "since_ms"), [(12.5, 1500.0), (14.0, 0.0), (None, None)])
+def test_since_start_a_trial_run_has_no_start(
+    started_s: float | None, since_ms: float | None
+) -> None:
+    """A record that is nobody's request gets no moments."""
+    assert record(started_s=started_s).since_start_ms(14.0) == since_ms
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,14 @@ OTHER: dict[str, Any] = {
     "handoff.audit": 0.5,
     "lock.path": "/lock",
     "lock.hold": "lifetime",
+    "metrics.listen": "127.0.0.1:9464",
     "log.format": "json",
     "log.level": "debug",
 }
 RESTART = (
     *("model.path", "model.alias", "model.ctx_size", "http.host", "http.port"),
     *("backend.llama_server", "backend.device", "backend.args", "backend.env"),
-    *("handoff.share", "handoff.state_dir"),
+    *("handoff.share", "handoff.state_dir", "metrics.listen"),
 )
 
 

@@ -228,3 +228,9 @@ def test_predicted_and_prompt_ms_are_the_decoders_words(
 ) -> None:
     """What cannot be a measurement is none."""
     assert (sse.predicted(timings), sse.prompt_ms(timings)) == (found, ms)
+
+
+def test_reply_counts_one_that_is_missing_leaves_the_other() -> None:
+    """A decoder may say how many and not how long."""
+    assert sse.reply_counts({"predicted_n": 7}) == (7, None)
+    assert sse.reply_counts({"predicted_n": True, "predicted_ms": 3}) == (None, 3.0)

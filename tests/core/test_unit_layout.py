@@ -201,22 +201,3 @@ def test_unit_names_are_service_and_both_sockets() -> None:
 def test_instance_of_other_units_is_none(unit: str) -> None:
     """Templates and other units are no instances."""
     assert unit_layout.instance_of(unit) is None
-
-
-def test_check_properties_are_those_of_the_service_and_its_drop_ins() -> None:
-    """What the service sees and gets, in the order of the files, with the instance filled in."""
-    text = (
-        "# /usr/local/lib/systemd/system/onebitd@.service\n[Unit]\nUser=unit\n[Service]\n"
-        "#User=comment\nUser=onebitd\nExecStart=/usr/bin/onebitd\nProtectHome=yes\n"
-        "EnvironmentFile=-/etc/onebitd/%i.env\nEnvironment=A=1 \\\n  B=2\n[Install]\nGroup=no\n"
-        "# /etc/systemd/system/onebitd@qwen.service.d/x.conf\n[Service]\nProtectHome=tmpfs\n"
-        "LoadCredential=api-key:/etc/onebitd/credentials/%i.api-key\n"
-    )
-    assert unit_layout.check_properties(text, "qwen") == [
-        "User=onebitd",
-        "ProtectHome=yes",
-        "EnvironmentFile=-/etc/onebitd/qwen.env",
-        "Environment=A=1    B=2",
-        "ProtectHome=tmpfs",
-        "LoadCredential=api-key:/etc/onebitd/credentials/qwen.api-key",
-    ]

@@ -282,6 +282,9 @@ def test_shared_handoff_evaluates_one_token_and_says_what_it_took(
     assert record["handed_tokens"] == N - 1
     assert record["share_ms"] > 0
     assert record["adopt_ms"] > 0
+    assert record["share_ms"] + record["lock_ms"] <= record["provider_at_ms"]
+    assert record["provider_at_ms"] + record["provider_wall_ms"] <= record["handed_at_ms"]
+    assert record["handed_at_ms"] + record["adopt_ms"] <= record["first_byte_ms"]
     line = (
         rf"hybrid: {N} prompt tokens: prefill 88\.1 ms, share \d+\.\d{{3}} ms, "
         rf"adopt \d+\.\d{{3}} ms, first byte \d+\.\d ms"

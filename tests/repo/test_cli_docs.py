@@ -13,7 +13,7 @@ import pytest
 
 from onebitd.core.handoff import Outcome
 from onebitd.services.history import FOLLOWER_RECORDS
-from onebitd.surfaces import cli, cli_status
+from onebitd.surfaces import cli, cli_problems
 
 PAGE = Path(__file__).parents[2] / "man" / "onebitctl.1"
 
@@ -94,7 +94,7 @@ def test_man_page_numbers_are_those_of_the_program() -> None:
     assert f"0 to {cli.MAX_RECORDS}. The default is {cli.LISTED_RECORDS}" in text
     assert f"it is {cli.FOLLOWED_RECORDS}." in text
     assert f"more than {FOLLOWER_RECORDS} handoffs behind" in text
-    assert f"less than {cli_status.RECENT_EXIT_S / 60:.0f} minutes ago" in text
+    assert f"less than {cli_problems.RECENT_EXIT_S / 60:.0f} minutes ago" in text
     statuses = re.findall(r"^\.It (\d+)$", PAGE.read_text(), re.MULTILINE)
     assert statuses == ["0", "1", "2", "3", "4", "130", "141"]
 

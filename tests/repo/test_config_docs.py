@@ -144,10 +144,12 @@ def test_documents_name_the_settings_that_need_a_restart() -> None:
     found = re.search(r"needs a restart instead: (.*?)\.\s", words)
     assert found
     assert found.group(1) == (
-        "[model], host and port, [backend] but its three limits, share, state_dir"
+        "[model], host and port, [backend] but its three limits, share, state_dir, metrics"
     )
     sections = [key for key in keys if key.partition(".")[0] not in ("model", "backend")]
-    assert sections == ["http.host", "http.port", "handoff.share", "handoff.state_dir"]
+    assert sections == [
+        *("http.host", "http.port", "handoff.share", "handoff.state_dir", "metrics.listen")
+    ]
     limits = [s.key for s in SETTINGS if s.key.startswith("backend.") and s.reload]
     assert limits == ["backend.load_timeout_s", "backend.restart_max", "backend.hang_s"]
     assert not [s.key for s in SETTINGS if s.key.startswith("model.") and s.reload]

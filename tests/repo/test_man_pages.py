@@ -16,7 +16,7 @@ from onebitd.adapters import provider_process, systemd
 from onebitd.core import errors
 from onebitd.core.breaker import LIMITS, FailureClass, Limit
 from onebitd.core.config import NO_LOCK_VARIABLE, SETTINGS, Policy
-from onebitd.core.handoff import HandoffRecord, Outcome, Reason
+from onebitd.core.handoff import FIELDS, Outcome, Reason
 from onebitd.prefill_numpy import engine as numpy_engine
 from onebitd.prefill_numpy import program as numpy_program
 from onebitd.services import supervisor
@@ -214,7 +214,7 @@ def test_onebitd_page_policies_are_those_of_the_code() -> None:
 def test_onebitd_page_fields_are_those_of_the_record() -> None:
     """Each field of the log line is explained, and none that does not exist."""
     found = items(section(DAEMON, "LOG"), "Va")
-    assert sorted(found) == sorted(field for field in HandoffRecord.__dataclass_fields__)
+    assert sorted(found) == sorted(FIELDS)
 
 
 def test_onebitd_page_exit_statuses_are_those_of_the_errors() -> None:

@@ -193,6 +193,18 @@ async def rigged(place: Home, *args: str, **settings: Any) -> AsyncIterator[Rig]
         nursery.cancel_scope.cancel()
 
 
+def assert_in_order(record: dict[str, Any]) -> None:
+    """The moments of a record agree with its times: nothing begins before its turn."""
+    reached = 0.0
+    if "provider_at_ms" in record:
+        assert record["provider_at_ms"] >= record["lock_ms"]
+        reached = record["provider_at_ms"] + record["provider_wall_ms"]
+        assert record["handed_at_ms"] >= round(reached + record["check_ms"], 3) - 0.003
+        reached = record["handed_at_ms"]
+    assert record["first_byte_ms"] >= reached
+    assert record["total_ms"] >= record["first_byte_ms"]
+
+
 async def test_exchange_prompt_is_handed_over_and_the_decoder_evaluates_one_token(
     place: Home,
 ) -> None:
@@ -211,7 +223,10 @@ async def test_exchange_prompt_is_handed_over_and_the_decoder_evaluates_one_toke
             "handed_tokens": TOKENS - 1,
             "cached_tokens": TOKENS - 1,
             "evaluated_tokens": 1,
+            "reply_tokens": record["reply_tokens"],
         }
+        assert (record["reply_tokens"] > 0, record["decode_ms"] > 0) == (True, True)
+        assert_in_order(record)
         assert record["route"] == "file"
         assert record["prefill_ms"] == 88.1
         assert record["provider"].endswith("provider.py")
@@ -535,6 +550,11 @@ async def test_exchange_decoder_that_dies_once_is_replaced_under_the_request(
         asked = await rig.ask()
         assert (asked.status, asked.text) == (200, reference)
         assert asked.end == ("fallback", "backend_down")
+        # What was done for the decoder that is gone was done all the same, and once.
+        assert ("provider_at_ms" in asked.record) == (what != "tokenize")
+        assert_in_order(asked.record)
+        assert asked.record["evaluated_tokens"] > 1
+        assert asked.record["reply_tokens"] > 0
         assert rig.supervisor.restarts == 1
         assert rig.nothing_is_left()
 
@@ -546,7 +566,10 @@ async def test_exchange_prompt_that_kills_every_decoder_is_given_up(place: Home)
         error = await rig.refused()
         assert (error.status, error.reason) == (503, "backend_down")
         assert error.retry_after_s is not None
-        assert (rig.last()["outcome"], rig.last()["reason"]) == ("failed", "backend_down")
+        record = rig.last()
+        assert (record["outcome"], record["reason"]) == ("failed", "backend_down")
+        assert record["total_ms"] > record["handed_at_ms"]
+        assert {"first_byte_ms", "reply_tokens", "decode_ms"} & set(record) == set()
         assert rig.nothing_is_left()
 
 

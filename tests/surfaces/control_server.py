@@ -31,6 +31,7 @@ from onebitd.core.control_api import (
 from onebitd.core.costs import Costs
 from onebitd.core.handoff import HandoffRecord, Outcome
 from onebitd.services.history import History
+from onebitd.services.metrics import Metrics
 from onebitd.surfaces.control_http import create_control_app
 
 
@@ -43,7 +44,7 @@ def make_status(**changes: Any) -> Status:
         "uptime_s": 7512.3,
         "state": "ready",
         "state_detail": None,
-        "listen": ["http://127.0.0.1:8000"],
+        "listen": [],  # nobody is there to be looked at
         "model": ModelStatus("qwen3-4b", "/models/qwen3-4b-q4_k_m.gguf", 8192, 2, "kv, 36 layers"),
         "backend": BackendStatus(4243, "ready", 0, None, "b10068", ["CPU"], 851_443_712),
         "provider": ProviderStatus("/usr/lib/onebit/npu-prefill", "idle", "closed", 0, None),
@@ -75,6 +76,8 @@ class FakeView:
 
     def __init__(self) -> None:
         self.history = History()
+        self.metrics = Metrics(self.status, lambda: len(self.serving))
+        self.history.listen(self.metrics.count)
         self.changes: dict[str, Any] = {}
         self.broken = False
         self.reloaded: ReloadAnswer | Exception = ReloadAnswer([], [], [])
@@ -130,7 +133,9 @@ class FakeView:
 
 def control_app(view: FakeView) -> QuartTrio:
     """Return the control API of a daemon that is this view."""
-    return create_control_app(view, view.reload, view.reset_provider, view.cancel)
+    return create_control_app(
+        *(view, view.reload, view.reset_provider, view.cancel), metrics=view.metrics.exposition
+    )
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,207 @@
+"""Reads GPUs, NPUs and the processor's temperature from sysfs.
+
+Only what is a file read: no ioctl, no device node, no tool. A read asks the driver, and so may
+block for as long as that hangs, or wake a device that sleeps. The first is why `read` is for a
+thread that can be left behind, the second why a device's runtime status is read before all else:
+that file, and the directories and links of `find`, ask no device anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from onebitd.core import telemetry
+from onebitd.core.telemetry import DeviceSample
+
+SYSFS: Final = Path("/sys")
+MOST_ERRORS: Final = 3
+"""In a row; then a file is left alone until devices are looked for again."""
+_MOST_DEVICES: Final = 16
+_MOST_BYTES: Final = 4096
+
+_STATE: Final = {"runtime_status": "power/runtime_status", "pci_state": "power_state"}
+_AMDGPU: Final = {
+    "busy": "gpu_busy_percent",
+    "memory_busy": "mem_busy_percent",
+    **{clock: f"pp_dpm_{clock}" for clock in telemetry.CLOCKS},
+}
+_AMDGPU_HWMON: Final = {
+    "temperature_1": ("temp1_input",),
+    "temperature_2": ("temp2_input",),
+    "power": ("power1_average", "power1_input"),
+    "sclk_hz": ("freq1_input",),
+    "mclk_hz": ("freq2_input",),
+}
+_NPU: Final = {"busy_us": "npu_busy_time_us", "npu_mhz": "npu_current_frequency_mhz"}
+_SENSORS: Final = ("k10temp", "zenpower", "coretemp")
+"""Drivers whose first temperature is the processor's."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Device:
+    kind: str
+    name: str
+    driver: str
+    files: Mapping[str, Path]
+
+
+class DeviceReader:
+    """The devices of one machine; `read` is called in one thread at a time.
+
+    Args:
+        sysfs: in the place of `/sys`.
+        clock: seconds, monotonic.
+
+    Attributes:
+        failed: something could not be read since devices were looked for: look again.
+    """
+
+    def __init__(self, sysfs: Path = SYSFS, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sysfs = sysfs
+        self._clock = clock
+        self._devices: tuple[_Device, ...] = ()
+        self._errors: dict[Path, int] = {}
+        self._busy_us: dict[str, tuple[float, str]] = {}
+        self._reading: _Device | None = None
+        self._stuck: dict[str, _Device] = {}
+        self.failed = False
+
+    def find(self) -> bool:
+        """Look for devices, and say whether there are any; takes well below a millisecond.
+
+        A processor's temperature alone is none.
+        """
+        self.failed = False
+        self._errors.clear()
+        found = [*_gpus(self._sysfs), *_npus(self._sysfs)][:_MOST_DEVICES]
+        self._devices = (*found, *_sensors(self._sysfs)) if found else ()
+        return bool(self._devices)
+
+    def read(self) -> list[DeviceSample]:
+        """Read every device that is not stuck; may block for as long as a driver likes."""
+        taken = []
+        for device in self._devices:
+            if device.name in self._stuck:
+                continue
+            self._reading = device
+            one = self._read_device(device)
+            if self._stuck.get(device.name) is device:
+                # Given up meanwhile, and somebody else may be reading by now.
+                del self._stuck[device.name]
+                return []
+            self._reading = None
+            taken.append(one)
+        return taken
+
+    def give_up(self) -> str | None:
+        """Leave the device alone whose reading does not come back; return its name.
+
+        It is read again when that has come back after all.
+        """
+        device, self._reading = self._reading, None
+        if device is None:
+            return None
+        self.failed = True
+        self._stuck[device.name] = device
+        return device.name
+
+    def _read_device(self, device: _Device) -> DeviceSample:
+        texts: dict[str, str] = {}
+        for part in ("runtime_status", "pci_state"):
+            self._take(device, part, texts)
+        state = telemetry.power_state(texts.get("runtime_status", ""), "")
+        if state not in telemetry.ASLEEP:
+            for part in device.files:
+                if part not in texts:
+                    self._take(device, part, texts)
+        found = telemetry.sample(device.kind, device.name, device.driver, texts)
+        busy_us = texts.get("busy_us")
+        if busy_us is None:
+            self._busy_us.pop(device.name, None)
+            return found
+        now = (self._clock(), busy_us)
+        before, self._busy_us[device.name] = self._busy_us.get(device.name), now
+        if before is None:
+            return found
+        return dataclasses.replace(found, busy_percent=telemetry.busy_percent_between(before, now))
+
+    def _take(self, device: _Device, part: str, texts: dict[str, str]) -> None:
+        path = device.files.get(part)
+        if path is None or self._errors.get(path, 0) >= MOST_ERRORS:
+            return
+        try:
+            with open(path, "rb", buffering=0) as file:
+                text = file.read(_MOST_BYTES)
+        except OSError:
+            self._errors[path] = self._errors.get(path, 0) + 1
+            self.failed = True
+            return
+        self._errors.pop(path, None)
+        texts[part] = (text or b"").decode("ascii", "replace")
+
+
+def _gpus(sysfs: Path) -> Iterator[_Device]:
+    for name, device in _class(sysfs, "drm", r"card\d+"):
+        if _driver(device) == "amdgpu":
+            files = _present(device, _STATE | _AMDGPU)
+            for monitor in _listed(device / "hwmon", r"hwmon\d+"):
+                files |= _first_present(monitor, _AMDGPU_HWMON)
+            yield _Device("gpu", name, "amdgpu", files)
+
+
+def _npus(sysfs: Path) -> Iterator[_Device]:
+    for name, device in _class(sysfs, "accel", r"accel\d+"):
+        driver = _driver(device)
+        if driver is not None:
+            yield _Device("npu", name, driver, _present(device, _STATE | _NPU))
+
+
+def _sensors(sysfs: Path) -> Iterator[_Device]:
+    for _, device in _class(sysfs, "hwmon", r"hwmon\d+"):
+        driver = _driver(device)
+        if driver in _SENSORS:
+            for monitor in _listed(device / "hwmon", r"hwmon\d+"):
+                files = _present(monitor, {"temperature_1": "temp1_input"})
+                # A second processor has a sensor of the same name.
+                yield _Device("cpu", f"{driver}-{device.resolve().name}", driver, files)
+
+
+def _class(sysfs: Path, name: str, pattern: str) -> Iterator[tuple[str, Path]]:
+    """Yield name and device directory of the entries of a class, in the order of their numbers."""
+    for entry in _listed(sysfs / "class" / name, pattern):
+        yield entry.name, entry / "device"
+
+
+def _listed(directory: Path, pattern: str) -> list[Path]:
+    try:
+        names = [name for name in os.listdir(directory) if re.fullmatch(pattern, name)]
+    except OSError:
+        return []
+    return [directory / name for name in sorted(names, key=lambda name: (len(name), name))]
+
+
+def _driver(device: Path) -> str | None:
+    with contextlib.suppress(OSError):
+        return os.path.basename(os.readlink(device / "driver"))
+    return None
+
+
+def _present(directory: Path, wanted: Mapping[str, str]) -> dict[str, Path]:
+    return _first_present(directory, {part: (name,) for part, name in wanted.items()})
+
+
+def _first_present(directory: Path, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Path]:
+    """Return the first file that is there for each part."""
+    found = {}
+    for part, names in wanted.items():
+        path = next((directory / name for name in names if (directory / name).exists()), None)
+        if path is not None:
+            found[part] = path
+    return found

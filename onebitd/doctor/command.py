@@ -1,0 +1,205 @@
+"""`onebitctl doctor`: has the checks run where the service runs, adds what is seen from outside."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+from onebitd.adapters import systemd_tools
+from onebitd.adapters.config_file import path_for
+from onebitd.client import AccessDenied, ClientError, ControlClient
+from onebitd.core import paths
+from onebitd.doctor import daemon, finding, inside, lock, page, port, service, sight, unit
+from onebitd.doctor.finding import Finding, State, failed, skipped
+from onebitd.doctor.inside import Request
+from onebitd.doctor.place import Place
+from onebitd.doctor.service import NoService, Service
+from onebitd.surfaces import cli_terminal
+
+EXIT_DENIED: Final = 4
+_DENIED: Final = "permission denied"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for; see onebitctl(1).
+
+    Attributes:
+        config: another configuration file than the instance's, absolute.
+    """
+
+    instance: str
+    config: str | None
+    here: bool
+    quick: bool
+    json: bool
+
+
+def run(options: Options) -> int:
+    """Run the checks and print the report; return the exit status.
+
+    A KeyboardInterrupt ends what was started.
+    """
+    environ, uid = dict(os.environ), os.geteuid()
+    file = options.config or str(path_for(options.instance, environ))
+    place = Place(options.instance, is_root=uid == 0, config_file=file)
+    found, why_here = _find(options, place, environ, uid)
+    if found is not None:
+        place = found.place
+    is_inside = found is not None and not why_here
+    place = dataclasses.replace(place, inside=is_inside)
+    request = _request(options, place, found, environ)
+    _progress(f"checking {'inside ' + place.unit if is_inside else 'here'} ...")
+    try:
+        if is_inside and found is not None:
+            checks, facts = service.run_inside(
+                dataclasses.replace(found, place=place), request.to_json(), environ
+            )
+        else:
+            report = trio.run(inside.examine, request, strict_exception_groups=True)
+            checks, facts = report.findings, report.facts
+    finally:
+        _progress("")
+    checks = [_amended(one, facts, place) for one in checks]
+    checks += _from_outside(found, facts, place, environ)
+    checks = finding.in_order(checks)
+    where = _where(place, why_here)
+    if options.json:
+        document = {
+            "instance": place.instance,
+            "where": "service" if is_inside else "here",
+            "checks": [one.to_json() for one in checks],
+        }
+        cli_terminal.write(json.dumps(document) + "\n")
+    else:
+        text = page.page(where, checks, colour=cli_terminal.has_colour())
+        cli_terminal.write(text + "\n")
+    if not is_inside and uid != 0 and _is_denied(checks):
+        return EXIT_DENIED
+    return finding.exit_status(checks)
+
+
+def _find(
+    options: Options, place: Place, environ: Mapping[str, str], uid: int
+) -> tuple[Service | None, str]:
+    """Return the service, if there is one, and why the checks run here; "" if they do not."""
+    try:
+        found = service.find(place, environ, uid)
+    except NoService as reason:
+        return None, str(reason)
+    if options.here:
+        return found, "--here"
+    if not found.may_enter:
+        if found.shown.get("LoadState") == "masked":
+            return found, f"{found.place.unit} is masked"
+        return found, f"only root may take the place of {found.place.unit}"
+    return found, ""
+
+
+def _where(place: Place, why_here: str) -> str:
+    if not why_here:
+        return f"{place.instance}: checked inside {place.unit}, as the service sees it"
+    return f"{place.instance}: checked here, as {sight.own_name()}, not as a service ({why_here})"
+
+
+def _request(
+    options: Options, place: Place, found: Service | None, environ: Mapping[str, str]
+) -> Request:
+    argv: Sequence[str] = ["--instance", options.instance]
+    variables: Mapping[str, str] = {}
+    if place.inside and found is not None:
+        argv = found.command(environ)[1:] or argv
+        variables = found.directories(environ)
+    if options.config is not None:
+        argv = ["--config", options.config]
+    return Request(place, tuple(argv), variables, quick=options.quick)
+
+
+def _amended(one: Finding, facts: Mapping[str, Any], place: Place) -> Finding:
+    """Say of a file that is missing inside and is there outside that the sandbox hides it."""
+    path = (facts.get("missing") or {}).get(one.name)
+    if not place.inside or one.state is not State.FAILED or not path or not os.path.exists(path):
+        return one
+    what = one.message.partition(f" {path}")[0]
+    return failed(one.name, sight.hidden_sentence(what, path), sight.show_fix(place, path))
+
+
+def _from_outside(
+    found: Service | None, facts: Mapping[str, Any], place: Place, environ: Mapping[str, str]
+) -> list[Finding]:
+    """Return what is checked from here: the port, the unit, the daemon, the lock's directory."""
+    status, why_not = _ask(found, place, environ)
+    findings = daemon.judge(status, why_not, place)
+    if facts:
+        ours = [status["pid"]] if status is not None and "pid" in status else []
+        findings.append(
+            port.check(
+                str(facts.get("host")),
+                int(facts.get("port") or 0),
+                ours,
+                place,
+                has_socket_unit=_has_socket_unit(place),
+            )
+        )
+    if place.inside:
+        compared = lock.compare(facts.get("lock_directory"), place)
+        findings += [compared] if compared is not None else []
+    if found is None:
+        findings.append(skipped("service", "there is no service"))
+        return findings
+    masked = unit.masked_drop_ins(place, unit.directories(place, environ))
+    return [*findings, *unit.judge(found.shown, masked, facts, place)]
+
+
+def _has_socket_unit(place: Place) -> bool:
+    if place.scope != "system":
+        return False
+    name = f"onebitd-http@{place.instance}.socket"
+    return systemd_tools.run("systemctl", "is-active", "--quiet", name).status == 0
+
+
+def _ask(
+    found: Service | None, place: Place, environ: Mapping[str, str]
+) -> tuple[dict[str, Any] | None, str]:
+    """Return the daemon's status, or why it has none."""
+    given = {} if found is None else found.directories(environ)
+    runtime = paths.runtime_dir(place.instance, {**environ, **given}, os.geteuid())
+    try:
+        return ControlClient(f"{runtime}/{paths.CONTROL_SOCKET}").status(), ""
+    except AccessDenied as error:
+        return None, str(error)
+    except ClientError:
+        return None, "it does not run"
+
+
+def _is_denied(checks: Sequence[Finding]) -> bool:
+    return any(
+        one.name == "config" and one.state is State.FAILED and _DENIED in one.message
+        for one in checks
+    )
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
+def configured(environ: Mapping[str, str], directory: Path = Path("/etc/onebitd")) -> list[str]:
+    """Return the names of the instances that have a configuration file."""
+    own = Path(environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config") / "onebitd"
+    found: dict[str, None] = {}
+    for place in (own, directory):
+        try:
+            names = sorted(os.listdir(place))
+        except OSError:
+            continue
+        found |= dict.fromkeys(name[:-5] for name in names if name.endswith(".toml"))
+    return list(found)

@@ -1,0 +1,260 @@
+"""The checks that have to run as the service does: with its user, its groups, limits and sandbox.
+
+`onebitctl doctor` starts this module there, with a request of one line of JSON on stdin, which
+stays open as long as somebody waits for the report; that is one line of JSON on stdout:
+`{"checks": [...], "facts": {...}}`. Without a service it is called in the command's own process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import structlog
+import trio
+
+from onebitd.adapters.config_file import check_files
+from onebitd.client import AccessDenied, ClientError, ControlClient
+from onebitd.core import paths
+from onebitd.core.config import Config
+from onebitd.core.errors import ConfigError, UsageError
+from onebitd.doctor import decoder, devices, kept, lock, model, place, provider, sight, space
+from onebitd.doctor.finding import Finding, State, failed, ok, skipped
+from onebitd.doctor.place import Place
+from onebitd.doctor.trial import Trials
+from onebitd.surfaces import daemon_args
+from onebitd.surfaces.launch import slots_dir
+
+_CHECKED_ELSEWHERE: Final = ("model.path:", "provider.program:", "provider.elfs:", "lock.path:")
+_LLAMA_SERVER: Final = "backend.llama_server:"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be checked.
+
+    Attributes:
+        place: for the commands in the findings.
+        argv: the daemon's command line, without the program.
+        environ: variables that the daemon has and these checks do not.
+        home: a private directory for the decoder's socket; "" makes one.
+        quick: load no model, and run no provider.
+    """
+
+    place: Place
+    argv: tuple[str, ...]
+    environ: Mapping[str, str]
+    home: str = ""
+    quick: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dict."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(slots=True)
+class Report:
+    """What was found, and what whoever asked needs to go on.
+
+    Attributes:
+        facts: `host`, `port`, `drain_timeout_s`, `load_timeout_s`, `lock_directory`, `missing`
+            (files that are not there, by the name of the finding); none without a configuration.
+    """
+
+    findings: list[Finding]
+    facts: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dict."""
+        return {"checks": [one.to_json() for one in self.findings], "facts": self.facts}
+
+
+def main() -> int:
+    """Read the request, print the report; ends early when stdin does."""
+    asked = json.loads(sys.stdin.buffer.readline())
+    request = Request(
+        place=place.from_json(asked["place"]),
+        argv=tuple(asked["argv"]),
+        environ=asked["environ"],
+        home=asked["home"] or os.environ.get("RUNTIME_DIRECTORY", ""),
+        quick=asked["quick"],
+    )
+    report = trio.run(_while_wanted, request, strict_exception_groups=True)
+    if report is None:
+        return 1
+    sys.stdout.write(json.dumps(report.to_json()) + "\n")
+    return 0
+
+
+async def _while_wanted(request: Request) -> Report | None:
+    report = None
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_cancel_at_end_of, 0, nursery.cancel_scope)
+        report = await examine(request)
+        nursery.cancel_scope.cancel()
+    return report
+
+
+async def _cancel_at_end_of(descriptor: int, scope: trio.CancelScope) -> None:
+    while True:
+        await trio.lowlevel.wait_readable(descriptor)
+        if not os.read(descriptor, 4096):
+            scope.cancel()
+            return
+
+
+async def examine(request: Request) -> Report:
+    """Run the checks, one after the other.
+
+    A cancel ends what was started, and leaves nothing behind.
+    """
+    _drop_log_lines()
+    environ = {**os.environ, **request.environ}
+    here = request.place
+    report = Report([], {})
+    config = _load(request, environ, report.findings)
+    report.findings += devices.check(devices.Who.this_process(), here)
+    if config is None:
+        report.findings.append(skipped("model", "the configuration says what it is"))
+        return report
+    report.facts.update(_facts(config))
+    found, header = model.check(config.model.path, config.model.ctx_size, here)
+    report.findings += found
+    program_found, program = decoder.check_program(config, here, environ)
+    report.findings += program_found
+    provider_found = provider.check_program(config, here, environ)
+    report.findings += provider_found
+    report.findings.append(lock.check(config.lock, here))
+    status, denied = _ask_daemon(config, environ)
+    is_sound = not any(one.state is State.FAILED for one in (*found, *provider_found))
+    why_not = None if is_sound and program is not None else "not started: see above"
+    if denied is not None:
+        why_not = f"a daemon runs, and does not tell: {denied}"
+    if request.quick:
+        why_not = "--quick: no model was loaded, and no provider run"
+    learned = None
+    if why_not is not None:
+        report.findings += _not_started(config, why_not)
+    elif program is not None and header is not None:
+        window = header.header.sliding_window
+        with _home(request, environ) as home:
+            trials = Trials(config, here, environ, home, program, window, report.findings)
+            learned = await trials.run(status)
+    size = learned or (None if header is None else header.bytes_per_token)
+    runtime = Path(paths.runtime_dir(config.instance, environ, os.geteuid()))
+    ctx_size = _ctx_size(config, status, header)
+    if config.provider.program is not None:
+        where = str(slots_dir(config, runtime))
+        report.findings.append(space.check(where, ctx_size, size, here))
+    report.findings += kept.check(config, environ, here)
+    return report
+
+
+def _not_started(config: Config, why: str) -> list[Finding]:
+    names = ["decoder"] if config.provider.program is None else ["decoder", "provider.run"]
+    return [skipped(name, why) for name in names]
+
+
+def _drop_log_lines() -> None:
+    """Keep the log of what is used here off stdout: the findings say what is to be said."""
+
+    def drop(*_: object) -> NoReturn:
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[drop], cache_logger_on_first_use=False)
+
+
+def _load(request: Request, environ: Mapping[str, str], findings: list[Finding]) -> Config | None:
+    here = request.place
+    try:
+        config = daemon_args.load_config(daemon_args.parse(request.argv), environ)
+        problems = check_files(config, environ)
+    except UsageError as error:
+        fix = f"{here.systemctl} cat {here.unit}" if here.inside else None
+        findings += [failed("config", line, fix) for line in str(error).splitlines()]
+        return None
+    except ConfigError as error:
+        findings += [failed("config", line, _config_fix(line, here)) for line in error.problems]
+        return None
+    left = [one for one in problems if not one.startswith((*_CHECKED_ELSEWHERE, _LLAMA_SERVER))]
+    findings += [failed("config", line, here.edit()) for line in left]
+    if not left:
+        findings.append(ok("config", f"{here.config_file or 'the command line'} is fine"))
+    return config
+
+
+def _config_fix(line: str, here: Place) -> str:
+    if "permission denied" in line and here.config_file:
+        return f"{here.sudo}chgrp onebitd {here.config_file} && {here.sudo}chmod 640 " + (
+            here.config_file
+        )
+    return here.edit()
+
+
+def _facts(config: Config) -> dict[str, Any]:
+    files = {
+        "model.file": config.model.path,
+        "decoder.program": config.backend.llama_server,
+        "provider.program": config.provider.program,
+        "provider.elfs": config.provider.elfs,
+    }
+    named = {name: path for name, path in files.items() if path and path.startswith("/")}
+    return {
+        "host": config.http.host,
+        "port": config.http.port,
+        "drain_timeout_s": config.http.drain_timeout_s,
+        "load_timeout_s": config.backend.load_timeout_s,
+        "lock_directory": lock.directory_of(config.lock),
+        "missing": {name: path for name, path in named.items() if _is_missing(path)},
+    }
+
+
+def _is_missing(path: str) -> bool:
+    step = sight.look(path, os.F_OK)
+    return step is not None and step.why == "missing"
+
+
+def _ask_daemon(
+    config: Config, environ: Mapping[str, str]
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the status of the running daemon, or why one that runs does not tell."""
+    runtime = paths.runtime_dir(config.instance, environ, os.geteuid())
+    try:
+        return ControlClient(f"{runtime}/{paths.CONTROL_SOCKET}").status(), None
+    except AccessDenied as error:
+        return None, str(error)
+    except ClientError:
+        return None, None
+
+
+def _ctx_size(
+    config: Config, status: Mapping[str, Any] | None, header: model.Model | None
+) -> int | None:
+    told = status.get("model") if status is not None else None
+    size = told.get("ctx_size") if isinstance(told, Mapping) else None
+    trained = None if header is None else header.header.context_length
+    return size or config.model.ctx_size or trained
+
+
+@contextlib.contextmanager
+def _home(request: Request, environ: Mapping[str, str]) -> Iterator[Path]:
+    """Give a private directory for a socket, whose path may not be long."""
+    if request.home:
+        yield Path(request.home)
+        return
+    import tempfile
+
+    base = environ.get("XDG_RUNTIME_DIR")
+    parent = base if base and os.path.isdir(base) else None
+    with tempfile.TemporaryDirectory(prefix="onebitctl-doctor-", dir=parent) as directory:
+        yield Path(directory)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The device lock as the service sees it: there, usable, everybody's, and the same as outside."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from typing import Any, Final
+
+from onebitd.adapters import lock_probe
+from onebitd.core.config import LockConfig
+from onebitd.core.paths import DEVICE_LOCK
+from onebitd.doctor.finding import Finding, failed, ok, skipped, warning
+from onebitd.doctor.place import Place
+
+NAME: Final = "lock"
+_SHARED: Final = "lock.shared"
+
+
+def check(config: LockConfig, place: Place) -> Finding:
+    """Look at the lock file; never takes it."""
+    if not config.enabled:
+        return skipped(NAME, "no device lock is taken (NPU_NO_DEVICE_LOCK is set)")
+    return judge(lock_probe.probe(config.path), place)
+
+
+def judge(found: lock_probe.LockStatus, place: Place) -> Finding:
+    """Say what a probe of the lock file means."""
+    path = found.path
+    if found.problem is not None:
+        make = failed if not found.usable else warning
+        return make(NAME, f"{path}: {found.problem}", make_fix(path, place))
+    if not found.exists:
+        text = (
+            f"{path} does not exist yet: whoever takes it first makes it, and programs of another"
+            " user may not be able to open it then"
+        )
+        return warning(NAME, text, make_fix(path, place))
+    if found.holder is not None:
+        return ok(NAME, f"{path}, held by {found.holder.describe()}")
+    if found.held:
+        return ok(NAME, f"{path}, held by a process that cannot be seen from here")
+    return ok(NAME, f"{path}, free")
+
+
+def make_fix(path: str, place: Place) -> str:
+    """Return the command that makes the lock file root's, open to the group of the devices."""
+    if path == DEVICE_LOCK and place.scope != "none":
+        return f"{place.sudo}systemd-tmpfiles --create onebitd.conf"
+    return f"{place.sudo}install -m 660 -g render /dev/null {shlex.quote(path)}"
+
+
+def directory_of(config: LockConfig) -> list[Any] | None:
+    """Return path, device and inode of the directory that the lock is in, None without one."""
+    directory = os.path.dirname(os.path.abspath(config.path))
+    try:
+        info = os.stat(directory)
+    except OSError:
+        return None
+    return [directory, info.st_dev, info.st_ino] if config.enabled else None
+
+
+def compare(inside: Sequence[Any] | None, place: Place) -> Finding | None:
+    """Hold the directory of the lock, as the service sees it, against what others see.
+
+    Args:
+        inside: what `directory_of` said in the service.
+
+    Returns:
+        None where there is nothing to compare.
+    """
+    if inside is None or len(inside) != 3:
+        return None
+    directory = str(inside[0])
+    try:
+        info = os.stat(directory)
+    except OSError:
+        return None
+    if [info.st_dev, info.st_ino] == list(inside[1:]):
+        return ok(_SHARED, f"the service sees the same {directory} as everybody else")
+    return failed(
+        _SHARED,
+        f"the service sees a {directory} of its own (PrivateTmp= or DynamicUser=): its lock keeps"
+        " nobody else off the device, and two programs would use it at once",
+        place.drop_in("shared-tmp", "PrivateTmp=no", "DynamicUser=no"),
+    )

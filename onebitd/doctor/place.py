@@ -1,0 +1,88 @@
+"""Where the checks run, and how a command that puts something right is written there. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Scope = Literal["system", "user", "none"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Who looks at which instance, and from where.
+
+    Attributes:
+        instance: its name.
+        scope: whose service manager has its unit, `none` without one.
+        inside: the checks run as the service does.
+        is_root: whoever asked is root, so that commands need no sudo.
+        config_file: of the instance.
+    """
+
+    instance: str
+    scope: Scope = "none"
+    inside: bool = False
+    is_root: bool = False
+    config_file: str = ""
+
+    @property
+    def unit(self) -> str:
+        """The unit of the service."""
+        return f"onebitd@{self.instance}.service"
+
+    @property
+    def sudo(self) -> str:
+        """What stands before a command that only root can run."""
+        return "" if self.is_root else "sudo "
+
+    @property
+    def manager(self) -> str:
+        """The service manager's own sudo: a user's own needs none."""
+        return "" if self.scope == "user" else self.sudo
+
+    @property
+    def systemctl(self) -> str:
+        """How the service manager of the unit is told something."""
+        return "systemctl --user" if self.scope == "user" else f"{self.sudo}systemctl"
+
+    @property
+    def restart(self) -> str:
+        """The command that starts the daemon afresh."""
+        if self.scope == "none":
+            return f"onebitd --instance {shlex.quote(self.instance)}"
+        return f"{self.systemctl} restart {self.unit}"
+
+    def drop_in(self, name: str, *lines: str) -> str:
+        """Return the commands that add lines to [Service] of the unit, and restart it.
+
+        Args:
+            name: of the file, without `.conf`.
+            lines: `Key=value`.
+        """
+        directory = "/etc/systemd/system"
+        if self.scope == "user":
+            directory = "~/.config/systemd/user"
+        quoted = " ".join(map(shlex.quote, ("[Service]", *lines)))
+        return (
+            f"printf '%s\\n' {quoted} |\n"
+            f"  {self.manager}install -D -m 644 /dev/stdin \\\n"
+            f"  {directory}/{self.unit}.d/{name}.conf\n"
+            f"{self.systemctl} daemon-reload && \\\n  {self.restart}"
+        )
+
+    def edit(self) -> str:
+        """Return the command that opens the configuration."""
+        file = shlex.quote(self.config_file or f"/etc/onebitd/{self.instance}.toml")
+        return f"{'${EDITOR:-vi}' if self.is_root or self.scope == 'user' else 'sudoedit'} {file}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain dict."""
+        return dataclasses.asdict(self)
+
+
+def from_json(found: Mapping[str, Any]) -> Place:
+    """Read what `to_json` made."""
+    return Place(**found)

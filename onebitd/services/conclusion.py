@@ -1,0 +1,104 @@
+"""How a request on the handoff route ended: its outcome, its reason and the decoder's figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import trio
+
+from onebitd.core import policy, sse
+from onebitd.core.errors import BackendError, HandoffError, RequestError
+from onebitd.core.handoff import HandoffRecord, Outcome, Reason, outcome_of_reply
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What is known of a request when it ends.
+
+    Attributes:
+        error: that it ended with, None for none.
+        phase: that it was in.
+        by_operator, client_gone: whose a cancel was; neither: the daemon's own.
+        strict_detail: why the handoff failed, where that is the client's error.
+        broken_off: what ended the reply in the middle.
+        failure: of the handoff.
+        skip: why none was tried.
+        handed: how many tokens the decoder was handed, None when it prefilled by itself.
+        status: of the reply, None without one.
+        timings: the decoder's, None when it said none.
+    """
+
+    error: BaseException | None
+    phase: str
+    by_operator: bool
+    client_gone: bool
+    strict_detail: str | None
+    broken_off: BackendError | None
+    failure: HandoffError | None
+    skip: policy.Skip | None
+    handed: int | None
+    status: int | None
+    timings: dict[str, Any] | None
+
+
+def conclude(record: HandoffRecord, ending: Ending) -> None:
+    """Write outcome, reason and the decoder's figures into the record."""
+    record.cached_tokens, record.evaluated_tokens = sse.token_counts(ending.timings)
+    record.evaluated_ms = sse.prompt_ms(ending.timings)
+    record.reply_tokens, record.decode_ms = sse.reply_counts(ending.timings)
+    if (
+        record.prompt_tokens is None
+        and record.cached_tokens is not None
+        and record.evaluated_tokens is not None
+    ):
+        record.prompt_tokens = record.cached_tokens + record.evaluated_tokens
+    if ending.error is not None:
+        record.outcome, record.reason, record.detail = _of_error(ending.error, ending)
+    elif (handed := _decoded_from(ending)) is not None:
+        record.outcome = outcome_of_reply(handed, record.cached_tokens, record.evaluated_tokens)
+        if record.evaluated_tokens is None:
+            record.detail = "the decoder's reply said nothing about its prompt"
+    else:
+        record.outcome, record.reason, record.detail = _of_reply(ending)
+
+
+def _decoded_from(ending: Ending) -> int | None:
+    """Return how many handed tokens the reply was decoded from, None when there was no such."""
+    went_well = ending.broken_off is None and ending.failure is None
+    return ending.handed if went_well and (ending.status or 0) < 400 else None
+
+
+def _of_error(error: BaseException, ending: Ending) -> tuple[Outcome, Reason, str]:
+    if isinstance(error, RequestError):
+        detail = ending.strict_detail or error.message
+        return Outcome.FAILED, error.reason or Reason.INTERNAL, detail
+    if _is_cancel(error):
+        if ending.by_operator:
+            where = f"the operator cancelled it in phase {ending.phase}"
+            return Outcome.CANCELLED, Reason.OPERATOR, where
+        if ending.client_gone:
+            where = f"the client left in phase {ending.phase}"
+            return Outcome.CANCELLED, Reason.CLIENT_GONE, where
+        return Outcome.CANCELLED, Reason.DRAINING, "onebitd stopped before its end"
+    reason = Reason.BACKEND_DOWN if isinstance(error, BackendError) else Reason.INTERNAL
+    return Outcome.FAILED, reason, str(error) or type(error).__name__
+
+
+def _of_reply(ending: Ending) -> tuple[Outcome, Reason, str]:
+    if ending.broken_off is not None:
+        return Outcome.FAILED, Reason.BACKEND_DOWN, str(ending.broken_off)
+    if ending.failure is not None:
+        return Outcome.FALLBACK, ending.failure.reason, ending.failure.detail
+    if ending.handed is not None:
+        detail = f"the decoder refused the request with status {ending.status}"
+        return Outcome.FAILED, Reason.BACKEND_REFUSED, detail
+    if ending.skip is not None:
+        return Outcome.SKIPPED, ending.skip.reason, ending.skip.detail
+    return Outcome.FAILED, Reason.INTERNAL, "the request ended before it began"
+
+
+def _is_cancel(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_cancel(inner) for inner in error.exceptions)
+    return isinstance(error, trio.Cancelled)

@@ -1,0 +1,84 @@
+"""The metrics of one daemon: counted as its handoffs end, and read from its status when asked."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator
+
+from onebitd.adapters.exposition import Distribution, Exposition, Family
+from onebitd.core.control_api import Status
+from onebitd.core.exposition_format import format_for
+from onebitd.core.handoff import HandoffRecord
+from onebitd.core.metric_values import Value, values_now, values_of
+from onebitd.core.metrics import METRIC_BY_NAME, METRICS, Kind, Metric
+
+
+class Metrics:
+    """Counts records, and answers a scrape.
+
+    Args:
+        status: returns the daemon's status as of now; it does not wait.
+        in_flight: returns how many requests are being served.
+    """
+
+    def __init__(self, status: Callable[[], Status], in_flight: Callable[[], int]) -> None:
+        self._status = status
+        self._in_flight = in_flight
+        self._tally = _Tally(METRICS)
+        self._exposition = Exposition(self._families)
+
+    def count(self, record: HandoffRecord) -> None:
+        """Count a finished record; for `History.listen`. Neither waits nor raises."""
+        self._tally.take(values_of(record))
+
+    def exposition(self, accept: str | None) -> tuple[str, bytes]:
+        """Return content type and body of what a scraper gets.
+
+        Args:
+            accept: its Accept header.
+        """
+        wanted = format_for(accept)
+        return wanted.value, self._exposition.text(wanted)
+
+    def _families(self) -> Iterator[Family]:
+        now = _Tally(())
+        now.take(values_now(self._status(), self._in_flight()))
+        for metric in METRICS:
+            yield Family(
+                metric,
+                self._tally.numbers.get(metric.name, {}) | now.numbers.get(metric.name, {}),
+                self._tally.distributions.get(metric.name, {}),
+            )
+
+
+class _Tally:
+    """Sums by metric and labels; those of these metrics that start whole are there at once."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self.numbers: dict[str, dict[tuple[str, ...], float]] = {}
+        self.distributions: dict[str, dict[tuple[str, ...], Distribution]] = {}
+        for metric in metrics:
+            for labels in metric.all_labels() if metric.starts_whole else ():
+                if metric.kind is Kind.HISTOGRAM:
+                    self._distribution(metric, labels)
+                elif metric.kind is Kind.COUNTER:
+                    self.numbers.setdefault(metric.name, {})[labels] = 0.0
+
+    def _distribution(self, metric: Metric, labels: tuple[str, ...]) -> Distribution:
+        of_metric = self.distributions.setdefault(metric.name, {})
+        found = of_metric.get(labels)
+        if found is None:
+            found = of_metric[labels] = Distribution([0] * (len(metric.buckets) + 1))
+        return found
+
+    def take(self, values: Iterable[Value]) -> None:
+        """Add values to counters and gauges, and observe those of histograms."""
+        for value in values:
+            metric = METRIC_BY_NAME[value.name]
+            if metric.kind is Kind.HISTOGRAM:
+                found = self._distribution(metric, value.labels)
+                found.counts[bisect.bisect_left(metric.buckets, value.value)] += 1
+                found.total += value.value
+            else:
+                series = self.numbers.setdefault(metric.name, {})
+                series[value.labels] = series.get(value.labels, 0.0) + value.value

@@ -1,0 +1,85 @@
+"""`onebitctl doctor`: what keeps an instance from working. See `onebitctl(1)`.
+
+What the checks need is imported when they run: the other commands start without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+
+from onebitd.core.errors import OnebitError, UsageError
+
+
+def register(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    where: argparse.ArgumentParser,
+) -> None:
+    """Add the command to a parser; `where` has the option that names an instance."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="find out what keeps an instance from working, and how to put it right",
+        description="Check everything that an instance needs, from inside its service where there"
+        " is one and one may: with its user, its limits and its sandbox. It says what is wrong, and"
+        " the commands that put it right.",
+        epilog="Exit status: 0 nothing has failed; 1 something has; 2 usage; 4 permission denied.",
+        parents=[where],
+        allow_abbrev=False,
+    )
+    add = doctor.add_argument
+    add("--config", metavar="FILE", help="check this configuration, instead of the instance's")
+    add("--here", action="store_true", help="check as this user, not as the service")
+    add("--quick", action="store_true", help="load no model, and run no provider")
+    add("--json", action="store_true", help="stable output for programs")
+    doctor.set_defaults(run=run_doctor)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Run the checks and print the report; 1 if something has failed."""
+    if arguments.socket:
+        raise UsageError("doctor: a service is named by its instance: use -i, not --socket")
+    config = None if arguments.config is None else os.path.abspath(arguments.config)
+    if config is not None and not os.path.isfile(config):
+        raise UsageError(f"--config {arguments.config}: no such file")
+    instance = _instance(arguments.instance, config)
+
+    from onebitd.doctor import command
+
+    return command.run(
+        command.Options(
+            instance=instance,
+            config=config,
+            here=arguments.here,
+            quick=arguments.quick,
+            json=arguments.json,
+        )
+    )
+
+
+def _instance(name: str | None, config: str | None) -> str:
+    """Return the instance that was named, the only one that runs, or the only configured one."""
+    from onebitd.client import choose_socket
+    from onebitd.surfaces.cli_service import checked_instance
+
+    if name is not None:
+        return checked_instance(name)
+    if config is not None:
+        return checked_instance(pathlib.PurePath(config).stem)
+    try:
+        socket = choose_socket(None, os.environ, os.geteuid())
+        return pathlib.PurePath(socket).parent.name
+    except UsageError:
+        raise  # more than one runs
+    except OnebitError:
+        pass
+    from onebitd.doctor.command import configured
+
+    names = configured(os.environ)
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise UsageError(f"which instance? Name one with -i: {', '.join(names)}")
+    raise UsageError(
+        "no instance runs, and none is configured: name one with -i, or a file with --config"
+    )
