@@ -1,0 +1,217 @@
+"""README's two commands and what a newcomer types while the demo serves, as they stand there.
+
+What it says of installing is tried in a booted Debian: tests/systemd/test_readme.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+
+import pytest
+
+from tests import readme
+from tests.harness import wait_until
+from tests.llama_builds import BUILDS, MODELS, ROOT, require_program
+
+PATIENCE_S = 120.0
+ADDRESS = "127.0.0.1:8000"
+"""Where README has the demo; it takes another port when that one is taken."""
+CTL = ".venv/bin/onebitctl -i demo"
+"""What README says to type for onebitctl, in the demo."""
+
+HOST = (
+    "make demo",
+    ".venv/bin/onebitctl -i demo status",
+    "curl -i",
+    "from openai",
+    "onebitctl status",
+)
+"""Blocks that are tried here."""
+BOX = (
+    *(
+        "/usr/bin/python3 -m venv",
+        "PATH=/opt/onebitd/bin",
+        "/opt/onebitd/bin/onebitctl install-units",
+    ),
+    *("onebitctl -i qwen stop", "install -D -m 644 -t", "[model]"),
+)
+"""Blocks that tests/systemd/test_readme.py tries."""
+ELSEWHERE = {
+    "make deb": "tests/systemd/test_deb.py",
+    "/opt/onebitd/bin/onebitd -m": "tests/systemd/test_install.py",
+    "systemctl --user": "tests/systemd/test_install.py",
+    "ONEBIT_PREFILL_LLAMA_SERVER=": "tests/e2e/test_prefill_llama.py",
+    "install -m 640": "tests/systemd/test_deb.py",
+    "apt install haproxy": "tests/e2e/test_front_proxies.py",
+    "onebitctl provider check": "tests/e2e/test_conformance.py",
+}
+"""Blocks whose commands other tests have, and where; with arguments of their own."""
+SHOWN = ("onebitctl handoffs -n 1",)
+"""Blocks that show what somebody saw."""
+
+
+def environment() -> dict[str, str]:
+    """Return a newcomer's: nothing of a make that runs this test, a shell's own PATH."""
+    left_out = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTEST_ARGS", "ONCE", "PORT")
+    return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a line as it is typed in the checkout."""
+    return subprocess.run(
+        ["sh", "-c", command],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+@dataclass
+class Demo:
+    """`make demo` while it serves, at `address`; `output` is what it has printed so far."""
+
+    process: subprocess.Popen[str]
+    lines: Queue[str]
+    output: list[str]
+    address: str = ""
+
+    def read_until(self, words: str) -> str:
+        """Return the first line with these words; AssertionError when it ends before."""
+        while True:
+            try:
+                self.output.append(self.lines.get(timeout=PATIENCE_S))
+            except Empty:
+                pytest.fail(f"no {words!r} in:\n{''.join(self.output)}")
+            assert self.output[-1], f"the demo ended:\n{''.join(self.output)}"
+            if words in self.output[-1]:
+                return self.output[-1]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Demo]:
+    """The demo as it is started, and ended by Ctrl-C."""
+    require_program("curl")
+    BUILDS[0].require()
+    MODELS[0].require()
+    command, once, suite = readme.block("make demo").commands
+    assert (once, suite) == (f"{command} ONCE=1", "make test")
+    with subprocess.Popen(
+        ["sh", "-c", f"exec {command}"],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        lines: Queue[str] = Queue()
+        assert process.stdout is not None
+        Thread(target=read_all, args=(iter(process.stdout), lines), daemon=True).start()
+        running = Demo(process, lines, [])
+        try:
+            running.address = running.read_until("serving on http://").split("/")[2]
+            yield running
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)
+                process.wait(PATIENCE_S)
+
+
+def read_all(source: Iterator[str], lines: Queue[str]) -> None:
+    """Pass each line on, and an empty one at the end."""
+    for line in source:
+        lines.put(line)
+    lines.put("")
+
+
+def test_readme_every_block_is_tried_somewhere() -> None:
+    """A block that is new has to be tried, or to say where it is."""
+    for one in readme.blocks():
+        known = (*HOST, *BOX, *ELSEWHERE, *SHOWN)
+        found = [name for name in known if one.name.startswith(name)]
+        assert len(found) == 1, f"nobody tries the block {one.name!r} of README"
+    for place in ELSEWHERE.values():
+        assert Path(ROOT, place).exists()
+
+
+@pytest.mark.real
+def test_readme_demo_says_what_the_handoff_did(demo: Demo) -> None:
+    """The reply, the handoff, and one token for the decoder."""
+    said = "".join(demo.output)
+    assert re.search(r"^reply .*Paris", said, re.MULTILINE), said
+    assert re.search(r"^handoff used, way file$", said, re.MULTILINE), said
+    assert re.search(r"^decoder evaluated_tokens 1 of \d+ prompt tokens", said, re.MULTILINE), said
+
+
+@pytest.mark.real
+def test_readme_programs_are_where_it_says(demo: Demo) -> None:
+    """The client of the demo, a Python with the package openai, and the page."""
+    status, python, man = readme.block(".venv/bin/onebitctl").commands
+    done = shell(status)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.stdout.startswith("demo: ready")
+    assert shell(f"{python} -c 'import openai'").returncode == 0
+    assert (ROOT / man.removeprefix("man -l ")).is_file()
+
+
+@pytest.mark.real
+def test_readme_curl_shows_the_headers_that_it_says(demo: Demo) -> None:
+    """The example as it stands, and each line of the answer; dots stand for anything."""
+    example = readme.block("curl -i")
+    (command,) = example.commands
+    done = shell(command.replace(ADDRESS, demo.address))
+    assert done.returncode == 0, done.stderr
+    expected = "\n".join(example.printed)
+    for line in re.sub(r",\n\s+", ", ", expected).splitlines():
+        pattern = re.escape(line).replace(re.escape("..."), ".*")
+        assert re.search(rf"^{pattern}\s*$", done.stdout, re.MULTILINE | re.IGNORECASE), line
+    assert "Paris" in done.stdout
+
+
+@pytest.mark.real
+def test_readme_python_client_is_answered(demo: Demo, tmp_path: Path) -> None:
+    """The example as it stands, in the Python that it names."""
+    script = tmp_path / "example.py"
+    script.write_text(readme.block("from openai").text.replace(ADDRESS, demo.address))
+    done = shell(f".venv/bin/python {script}")
+    assert (done.returncode, "Paris" in done.stdout) == (0, True), done
+
+
+@pytest.mark.real
+def test_readme_commands_that_look_are_fine(demo: Demo) -> None:
+    """Each line of that block; the one that follows is left with Ctrl-C."""
+    for command in readme.block("onebitctl status").commands:
+        words = command.replace("onebitctl", CTL, 1)
+        if command.endswith("-f"):
+            with subprocess.Popen(
+                words.split(), cwd=ROOT, stdout=subprocess.PIPE, text=True
+            ) as process:
+                assert process.stdout is not None
+                assert any("OUTCOME" in line for line in process.stdout)
+                process.send_signal(signal.SIGINT)
+                assert process.wait(PATIENCE_S) == 0
+            continue
+        done = shell(words)
+        assert (done.returncode, done.stderr) == (0, ""), (command, done)
+
+
+@pytest.mark.real
+def test_readme_demo_ends_with_ctrl_c_and_leaves_nothing(demo: Demo) -> None:
+    """make ends by the signal itself; there is no daemon any more. The last of this module."""
+    os.killpg(demo.process.pid, signal.SIGINT)
+    assert demo.process.wait(PATIENCE_S) in (0, -signal.SIGINT)
+    assert demo.read_until("stopping")
+    wait_until(lambda: shell(f"{CTL} status").returncode == 3, "the daemon is gone", 10)
