@@ -1,26 +1,35 @@
 """Reads GPUs, NPUs and the processor's temperature from sysfs.
 
-Only what is a file read: no ioctl, no device node, no tool. A read asks the driver, and so may
-block for as long as that hangs, or wake a device that sleeps. The first is why `read` is for a
-thread that can be left behind, the second why a device's runtime status is read before all else:
-that file, and the directories and links of `find`, ask no device anything.
+Files only: no device node, no tool. To read one asks the driver, and so may block for as long as
+that hangs, or wake a device that sleeps. The first is why it is done in a thread that can be left
+behind, the second why a device's runtime status comes before all else: that file, and the
+directories and links of `find`, ask no device anything.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+import structlog
+import trio
+
 from onebitd.core import telemetry
 from onebitd.core.telemetry import DeviceSample
 
+log = structlog.get_logger()
+
 SYSFS: Final = Path("/sys")
+ANSWER_S: Final = 2.0
+"""All files together take some milliseconds, unless a driver hangs."""
 MOST_ERRORS: Final = 3
 """In a row; then a file is left alone until devices are looked for again."""
 _MOST_DEVICES: Final = 16
@@ -52,29 +61,45 @@ class _Device:
     files: Mapping[str, Path]
 
 
+@dataclasses.dataclass(slots=True)
+class _Round:
+    """One reading of all devices, and the one that it is at."""
+
+    device: _Device | None = None
+    given_up: bool = False
+
+
 class DeviceReader:
-    """The devices of one machine; `read` is called in one thread at a time.
+    """The devices of one machine.
 
     Args:
         sysfs: in the place of `/sys`.
+        answer_s: time for one reading of all of them.
         clock: seconds, monotonic.
 
     Attributes:
         failed: something could not be read since devices were looked for: look again.
     """
 
-    def __init__(self, sysfs: Path = SYSFS, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        sysfs: Path = SYSFS,
+        *,
+        answer_s: float = ANSWER_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._sysfs = sysfs
+        self._answer_s = answer_s
         self._clock = clock
         self._devices: tuple[_Device, ...] = ()
         self._errors: dict[Path, int] = {}
         self._busy_us: dict[str, tuple[float, str]] = {}
-        self._reading: _Device | None = None
-        self._stuck: dict[str, _Device] = {}
+        self._stuck: set[str] = set()
+        self._lock = threading.Lock()  # of `_stuck` and of a round; never held over a read
         self.failed = False
 
     def find(self) -> bool:
-        """Look for devices, and say whether there are any; takes well below a millisecond.
+        """Look for devices, and say whether there are any; takes about a millisecond.
 
         A processor's temperature alone is none.
         """
@@ -82,45 +107,64 @@ class DeviceReader:
         self._errors.clear()
         found = [*_gpus(self._sysfs), *_npus(self._sysfs)][:_MOST_DEVICES]
         self._devices = (*found, *_sensors(self._sysfs)) if found else ()
-        return bool(self._devices)
+        return bool(found)
 
-    def read(self) -> list[DeviceSample]:
-        """Read every device that is not stuck; may block for as long as a driver likes."""
+    async def sample(self) -> list[DeviceSample]:
+        """Read every device, in a thread that is left behind if a driver does not answer.
+
+        Such a device is left alone until it has answered after all: there is never more than one
+        thread for each.
+        """
+        reading = _Round()
+        with trio.move_on_after(self._answer_s):
+            return await trio.to_thread.run_sync(
+                self._read, reading, abandon_on_cancel=True, thread_name="devices"
+            )
+        with self._lock:
+            reading.given_up = self.failed = True
+            device = reading.device
+            if device is not None:
+                self._stuck.add(device.name)
+        if device is not None:
+            log.warning(
+                "device_silent",
+                line=f"the driver {device.driver} did not answer within {self._answer_s:g} s:"
+                f" {device.name} is not read until it has",
+            )
+        return []
+
+    def _read(self, reading: _Round) -> list[DeviceSample]:
         taken = []
         for device in self._devices:
-            if device.name in self._stuck:
-                continue
-            self._reading = device
-            one = self._read_device(device)
-            if self._stuck.get(device.name) is device:
-                # Given up meanwhile, and somebody else may be reading by now.
-                del self._stuck[device.name]
-                return []
-            self._reading = None
-            taken.append(one)
+            if self._begin(reading, device):
+                one = self._read_device(device)
+                if self._is_in_time(reading, device):
+                    taken.append(one)
         return taken
 
-    def give_up(self) -> str | None:
-        """Leave the device alone whose reading does not come back; return its name.
+    def _begin(self, reading: _Round, device: _Device) -> bool:
+        with self._lock:
+            if reading.given_up or device.name in self._stuck:
+                return False
+            reading.device = device
+            return True
 
-        It is read again when that has come back after all.
-        """
-        device, self._reading = self._reading, None
-        if device is None:
-            return None
-        self.failed = True
-        self._stuck[device.name] = device
-        return device.name
+    def _is_in_time(self, reading: _Round, device: _Device) -> bool:
+        with self._lock:
+            reading.device = None
+            if reading.given_up:
+                self._stuck.discard(device.name)
+            return not reading.given_up
 
     def _read_device(self, device: _Device) -> DeviceSample:
         texts: dict[str, str] = {}
-        for part in ("runtime_status", "pci_state"):
-            self._take(device, part, texts)
+        self._take(device, "runtime_status", texts)
         state = telemetry.power_state(texts.get("runtime_status", ""), "")
+        if state is None:
+            self._take(device, "pci_state", texts)
         if state not in telemetry.ASLEEP:
-            for part in device.files:
-                if part not in texts:
-                    self._take(device, part, texts)
+            for part in device.files.keys() - _STATE.keys():
+                self._take(device, part, texts)
         found = telemetry.sample(device.kind, device.name, device.driver, texts)
         busy_us = texts.get("busy_us")
         if busy_us is None:
@@ -164,13 +208,13 @@ def _npus(sysfs: Path) -> Iterator[_Device]:
 
 
 def _sensors(sysfs: Path) -> Iterator[_Device]:
-    for _, device in _class(sysfs, "hwmon", r"hwmon\d+"):
-        driver = _driver(device)
+    seen: collections.Counter[str] = collections.Counter()
+    for monitor in _listed(sysfs / "class" / "hwmon", r"hwmon\d+"):
+        driver = _driver(monitor / "device")
         if driver in _SENSORS:
-            for monitor in _listed(device / "hwmon", r"hwmon\d+"):
-                files = _present(monitor, {"temperature_1": "temp1_input"})
-                # A second processor has a sensor of the same name.
-                yield _Device("cpu", f"{driver}-{device.resolve().name}", driver, files)
+            seen[driver] += 1  # a second processor has a sensor of the same name
+            name = driver if seen[driver] == 1 else f"{driver}-{seen[driver]}"
+            yield _Device("cpu", name, driver, _present(monitor, {"temperature_1": "temp1_input"}))
 
 
 def _class(sysfs: Path, name: str, pattern: str) -> Iterator[tuple[str, Path]]:

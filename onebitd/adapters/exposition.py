@@ -1,6 +1,6 @@
 """The exposition formats of Prometheus, as prometheus-client writes them.
 
-Its own counters and histograms are not used: they lock, double every series by one that says when it
+Its own counters and histograms are not used: they lock, add to every series one that says when it
 began, and write to files where an environment variable says so. Here it turns sums that are there
 already into text, from a registry of this daemon's own.
 """
@@ -62,7 +62,7 @@ class Exposition(Collector):
     def text(self, wanted: Format) -> bytes:
         """Return the exposition as of now."""
         if wanted is Format.OPENMETRICS:
-            return bytes(generate_openmetrics(self._registry))
+            return bytes(generate_openmetrics(self._registry))  # type: ignore[no-untyped-call]
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[LibraryMetric]:

@@ -1,17 +1,268 @@
-"""The file of past handoffs: being written."""
+"""Writes the file of past handoffs: one SQLite file, `history.db` in the state directory.
+
+It has a write-ahead log, so that readers and the writer do not wait for each other. `synchronous`
+is NORMAL: what is written survives the daemon, killed or not, without a call that waits for the
+disk; after a power cut the file is whole, and misses at most what the kernel had not yet written
+back, some thirty seconds by its default.
+
+The records tell lengths, times and a provider's last words: mode 0600, for `-wal` and `-shm` too,
+which SQLite makes like the file itself.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import json
+import os
+import sqlite3
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
-from onebitd.core.errors import OnebitError
-from onebitd.core.handoff_filter import HandoffFilter
+from onebitd.adapters import history_reading as reading
+from onebitd.adapters import history_schema as schema
+from onebitd.adapters.history_errors import (
+    HistoryDamaged,
+    HistoryDenied,
+    HistoryFileError,
+    HistoryTooNew,
+    NoHistory,
+    translated,
+)
+from onebitd.adapters.history_reading import Row, read_records
+from onebitd.core.handoff_filter import HandoffFilter, parse_time
+
+__all__ = [
+    "HistoryDamaged",
+    "HistoryDenied",
+    "HistoryFileError",
+    "HistoryStore",
+    "HistoryTooNew",
+    "Keep",
+    "NoHistory",
+    "read_records",
+]
+
+KEPT_DAMAGED: Final = 2
+"""So many damaged files are kept for looking into, the newest."""
+PRUNE_RECORDS: Final = 1000
+"""So many are deleted at once: nobody waits long for the file."""
+_BUSY_S: Final = 2.0
+_LOG_BYTES: Final = 4 << 20
+_SPARE_PAGES: Final = 512
+_FREED_PAGES: Final = 256
+_NEW_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_BESIDE: Final = ("-wal", "-shm")
 
 
-class HistoryFileError(OnebitError):
-    """The file cannot be read or written; the message names it and why."""
+class Keep(NamedTuple):
+    """How much is kept: the newest records, of those that began at `oldest_ms` or later."""
+
+    records: int
+    oldest_ms: int
 
 
-def read_records(path: str, wanted: HandoffFilter) -> list[dict[str, Any]]:
-    """Read the records that are wanted, newest last; nothing is written or created."""
-    raise HistoryFileError(f"{path} does not exist")
+class HistoryStore:
+    """The one writer of a file. Calls may come from any thread; a second waits for the first.
+
+    After an error it is closed; `open` it again.
+
+    Args:
+        path: its directory is made with it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._connection: sqlite3.Connection | None = None
+        self._inode = 0
+        self._count = 0
+        self._lock = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be written to, as far as is known."""
+        return self._connection is not None
+
+    def open(self) -> int:
+        """Open the file, make it or bring it up to date; return its last record's number, or 0.
+
+        Raises:
+            HistoryTooNew: it is left as it is.
+            HistoryDamaged: see `set_aside`.
+            HistoryFileError: it cannot be opened.
+        """
+        with self._lock, self._closed_on_error("opened"):
+            self._close()
+            self._prepare()
+            connection = self._connection = sqlite3.connect(
+                self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+            )
+            reading.check_version(connection, self.path)
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # counts for a new file only
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
+            connection.execute("PRAGMA trusted_schema = OFF")
+            schema.migrate(connection)
+            self._inode = self.path.stat().st_ino
+            (self._count,) = connection.execute("SELECT count(*) FROM handoffs").fetchone()
+            (last,) = connection.execute("SELECT max(id) FROM handoffs").fetchone()
+            return int(last or 0)
+
+    def _prepare(self) -> None:
+        """Make sure that there is a file, and that nobody else may read it."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self.path, _NEW_FLAGS, 0o600))
+        if not stat.S_ISREG(self.path.lstat().st_mode):
+            raise HistoryFileError(f"{self.path} is no file; remove it")
+        for file in (self.path, *self._beside()):
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_IMODE(file.stat().st_mode) != 0o600:
+                    file.chmod(0o600)
+
+    def last(self, number: int) -> list[Row]:
+        """Return the last records, newest last.
+
+        Raises:
+            HistoryDamaged, HistoryFileError: see `open`.
+        """
+        wanted = HandoffFilter(limit=number)
+        with self._lock, self._closed_on_error("read"):
+            connection = self._opened()
+            first = reading.first_id(connection, wanted)
+            return reading.page(connection, str(self.path), wanted, first, number=number)
+
+    def write(self, rows: Sequence[Row], keep: Keep) -> bool:
+        """Add records, all or none, and delete some that are too many or too old.
+
+        A record whose number is there already is left out: it was written by a call that nobody
+        waited for. Return True when more are to be deleted.
+
+        Raises:
+            NoHistory: somebody has removed the file meanwhile.
+            HistoryDamaged, HistoryFileError: see `open`.
+        """
+        values = [_values(*row) for row in rows]
+        with self._lock, self._closed_on_error("written"):
+            connection = self._opened()
+            if not self._is_in_place():
+                raise NoHistory(f"{self.path} is not there any more")
+            if values:
+                connection.execute("BEGIN IMMEDIATE")
+                cursor = connection.executemany(
+                    "INSERT OR IGNORE INTO handoffs VALUES (?, ?, ?, ?, ?, ?)", values
+                )
+                connection.execute("COMMIT")
+                self._count += cursor.rowcount
+            return self._prune(connection, keep)
+
+    def _prune(self, connection: sqlite3.Connection, keep: Keep) -> bool:
+        surplus = self._count - keep.records
+        deleted = 0
+        if surplus > 0:
+            deleted += connection.execute(
+                "DELETE FROM handoffs WHERE id IN (SELECT id FROM handoffs ORDER BY id LIMIT ?)",
+                (min(surplus, PRUNE_RECORDS),),
+            ).rowcount
+        old = connection.execute(
+            "DELETE FROM handoffs WHERE id IN"
+            " (SELECT id FROM handoffs WHERE time_ms < ? ORDER BY time_ms LIMIT ?)",
+            (keep.oldest_ms, PRUNE_RECORDS),
+        ).rowcount
+        self._count -= deleted + old
+        (spare,) = connection.execute("PRAGMA freelist_count").fetchone()
+        if spare > _SPARE_PAGES:  # a few are of use for the next records
+            connection.execute(f"PRAGMA incremental_vacuum({_FREED_PAGES})").fetchall()
+        is_more = self._count > keep.records or old == PRUNE_RECORDS
+        return is_more or spare > _SPARE_PAGES + _FREED_PAGES
+
+    def close(self) -> None:
+        """Close the file; what its log holds goes into it."""
+        with self._lock:
+            self._close()
+
+    def set_aside(self, stamp: str) -> Path:
+        """Rename the damaged file and its log, and return its new name; the oldest such go.
+
+        Args:
+            stamp: what tells it from others, in their order.
+
+        Raises:
+            HistoryFileError: the directory does not allow it.
+        """
+        with self._lock, translated(self.path, "set aside"):
+            self._close()
+            aside = self.path.with_name(f"{self.path.name}.damaged-{stamp}")
+            for suffix in ("", "-wal"):
+                with contextlib.suppress(FileNotFoundError):
+                    file = Path(f"{self.path}{suffix}")
+                    file.chmod(0o600)
+                    file.rename(f"{aside}{suffix}")
+            Path(f"{self.path}-shm").unlink(missing_ok=True)
+            for old in self._set_aside()[:-KEPT_DAMAGED]:
+                _remove(old)
+            return aside
+
+    def remove(self) -> bool:
+        """Remove the file and all that was set aside; return whether there was any.
+
+        Raises:
+            HistoryFileError: the directory does not allow it.
+        """
+        with self._lock, translated(self.path, "removed"):
+            self._close()
+            found = [file for file in (self.path, *self._set_aside()) if _remove(file)]
+            return bool(found)
+
+    def _set_aside(self) -> list[Path]:
+        try:
+            files = list(self.path.parent.glob(f"{self.path.name}.damaged-*"))
+        except OSError:
+            return []
+        return sorted(file for file in files if not file.name.endswith(_BESIDE))
+
+    def _beside(self) -> list[Path]:
+        return [Path(f"{self.path}{suffix}") for suffix in _BESIDE]
+
+    def _is_in_place(self) -> bool:
+        try:
+            return self.path.stat().st_ino == self._inode
+        except FileNotFoundError:
+            return False
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise HistoryFileError(f"{self.path} is not open")
+        return self._connection
+
+    @contextlib.contextmanager
+    def _closed_on_error(self, verb: str) -> Iterator[None]:
+        try:
+            with translated(self.path, verb):
+                yield
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(sqlite3.Error):  # an open transaction ends with it
+                connection.close()
+
+
+def _remove(file: Path) -> bool:
+    was_there = file.exists()
+    for name in (file, *(Path(f"{file}{suffix}") for suffix in _BESIDE)):
+        name.unlink(missing_ok=True)
+    return was_there
+
+
+def _values(key: int, fields: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the row of a record, in the order of the columns."""
+    moment = reading.time_ms_of(parse_time(fields["time"]))
+    words = (fields["outcome"], fields.get("reason"), fields.get("route"))
+    return (key, moment, *words, json.dumps(fields, separators=(",", ":")))

@@ -16,7 +16,7 @@ from onebitd.core.bench_plan import DECODER, Run
 from onebitd.core.first_byte import parts_of
 from onebitd.core.handoff import Outcome
 
-BESIDE_OTHERS_MS: Final = 1.0
+BESIDE_OTHERS_MS: Final = 3.0
 """A request that waited longer for the slot was behind somebody else's."""
 
 HOPELESS_RUNS: Final = 3

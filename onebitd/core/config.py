@@ -107,6 +107,14 @@ class MetricsConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HistoryConfig:
+    """`[history]`: how many handoffs are kept on disk, and for how long."""
+
+    max_records: int
+    max_age_days: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LogConfig:
     """`[log]`."""
 
@@ -130,6 +138,7 @@ class Config:
     handoff: HandoffConfig
     lock: LockConfig
     metrics: MetricsConfig
+    history: HistoryConfig
     log: LogConfig
     sources: Mapping[str, str]
 
@@ -454,6 +463,26 @@ SETTINGS: Final[tuple[Setting, ...]] = (
         str,
         None,
         "address and port of a listener that serves /metrics and nothing else",
+    ),
+    Setting(
+        "history.max_records",
+        int,
+        50_000,
+        "so many handoffs are kept on disk, the newest; 0: none",
+        unit="records",
+        minimum=0,
+        maximum=10_000_000,
+        reload=True,
+    ),
+    Setting(
+        "history.max_age_days",
+        float,
+        30.0,
+        "older handoffs are deleted from disk",
+        unit="days",
+        minimum=0.01,
+        maximum=36_500,
+        reload=True,
     ),
     Setting(
         "log.format",

@@ -18,6 +18,7 @@ from onebitd.core.config import (
     BackendConfig,
     Config,
     HandoffConfig,
+    HistoryConfig,
     HttpConfig,
     LockConfig,
     LogConfig,
@@ -173,6 +174,7 @@ def _build(
         handoff=HandoffConfig(**handoff | {"policy": Policy(handoff["policy"])}),
         lock=LockConfig(enabled=lock_enabled, **section("lock")),
         metrics=MetricsConfig(**section("metrics")),
+        history=HistoryConfig(**section("history")),
         log=LogConfig(**section("log")),
         sources=dict(sources),
     )

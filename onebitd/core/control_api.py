@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from onebitd.core.audit import LastAudit
 from onebitd.core.recent_handoffs import RecentHandoffs
+
+if TYPE_CHECKING:
+    from onebitd.core.telemetry import DeviceSample  # what `status` prints needs none of it
 
 STATES: Final = ("loading", "ready", "degraded", "restarting", "draining", "failed")
 """The daemon's own state, the first word of `onebitctl status`. Degraded: ready, and an audit has
@@ -198,6 +201,8 @@ class Status:
         policy: what becomes of the next prompts, None without a provider.
         history_problem: why handoffs are not kept over a restart, a sentence; None when they are,
             or need not be.
+        devices: GPUs and NPUs as of the last sample; none when that is older than some seconds,
+            as they are sampled only while a request is on the handoff route.
     """
 
     version: str
@@ -220,6 +225,7 @@ class Status:
     recent: RecentHandoffs = dataclasses.field(default_factory=RecentHandoffs)
     policy: PolicyStatus | None = None
     history_problem: str | None = None
+    devices: list[DeviceSample] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts and lists, in the order of the declaration."""

@@ -16,7 +16,8 @@ from onebitd.core.handoff import Outcome, Reason
 
 PARTS: Final = (
     *("queue_ms", "template_ms", "tokenize_ms", "lock_ms", "prefill_ms", "provider_wall_ms"),
-    *("check_ms", "restore_ms", "share_ms", "adopt_ms", "first_byte_ms", "total_ms"),
+    *("check_ms", "restore_ms", "share_ms", "adopt_ms", "evaluated_ms", "first_byte_ms"),
+    "total_ms",
 )
 """The fields of a record whose times are summarised, in this order."""
 

@@ -127,6 +127,14 @@ def values_now(status: Status, in_flight: int) -> Iterator[Value]:
     yield Value("onebitd_queue_requests", status.queue.pending)
     yield Value("onebitd_queue_max_requests", status.queue.max)
     yield Value("onebitd_requests_in_flight", in_flight)
+    for device in status.devices:
+        labels = (device.name, device.kind)
+        if device.busy_percent is not None:
+            yield Value("onebitd_device_busy_ratio", device.busy_percent / 100.0, labels)
+        if device.temperature_c is not None:
+            yield Value("onebitd_device_temperature_celsius", device.temperature_c, labels)
+        if device.power_w is not None:
+            yield Value("onebitd_device_power_watts", device.power_w, labels)
 
 
 def _one_of(name: str, states: Iterable[str], current: str) -> Iterator[Value]:

@@ -1,9 +1,9 @@
 """What `GET /metrics` shows: one table of names, types, labels and buckets.
 
 Names follow the conventions of Prometheus: base units, and the unit as the name's end. Every label
-is from a closed list, so that the number of series is bounded; "none" stands for what does not
-apply, since a label that is empty is one that is absent. `onebitd(8)`, the dashboard and the alert
-rules are held against this table. Values are made in `core.metric_values`.
+is from a closed list, or the name of a device, so that the number of series is bounded; "none"
+stands for what does not apply, since a label that is empty is one that is absent. `onebitd(8)`, the
+dashboard and the alert rules are held against this table. Values are made in `core.metric_values`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ SOURCES: Final = ("provider", "decoder", "slot")
 """Where tokens of a prompt were computed; `slot`: the decoder had them from an earlier request."""
 PROVIDER_STATES: Final = ("none", "idle", "running", "stuck")
 AUDIT_RESULTS: Final = ("passed", "drifted", "given_up")
+DEVICE_KINDS: Final = ("gpu", "npu", "cpu")
 
 SECONDS: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -58,7 +59,7 @@ class Metric:
         kind: its type.
         doc: the HELP line.
         labels: name to the closed list of its values, in the order of the values of a sample. An
-            empty list: one value at a time, of the software itself.
+            empty list: one value at a time, of the software itself; or one for each device.
         buckets: upper bounds of a histogram, without infinity.
         starts_whole: every series is there from the start, at zero: Prometheus sees the first
             increase of one that was there before only.
@@ -77,6 +78,7 @@ class Metric:
 
 
 _OUTCOME: Final = {"outcome": tuple(Outcome)}
+_DEVICE: Final = {"device": (), "kind": DEVICE_KINDS}
 
 METRICS: Final = (
     Metric(
@@ -208,7 +210,30 @@ METRICS: Final = (
     Metric("onebitd_slot_busy", Kind.GAUGE, "1 while the decoder's slot is in use."),
     Metric("onebitd_queue_requests", Kind.GAUGE, "Requests that wait for the slot."),
     Metric("onebitd_queue_max_requests", Kind.GAUGE, "How many may wait (http.max_pending)."),
-    Metric("onebitd_requests_in_flight", Kind.GAUGE, "Requests that are being served, of any kind."),
+    Metric(
+        "onebitd_requests_in_flight", Kind.GAUGE, "Requests that are being served, of any kind."
+    ),
+    Metric(
+        "onebitd_device_busy_ratio",
+        Kind.GAUGE,
+        "Busy share of a GPU or NPU, 0 to 1; only while requests on the handoff route run.",
+        _DEVICE,
+        starts_whole=False,
+    ),
+    Metric(
+        "onebitd_device_temperature_celsius",
+        Kind.GAUGE,
+        "Hottest sensor of a GPU, NPU or processor; only while such requests run.",
+        _DEVICE,
+        starts_whole=False,
+    ),
+    Metric(
+        "onebitd_device_power_watts",
+        Kind.GAUGE,
+        "Power of a GPU, or of its whole package; only while such requests run.",
+        _DEVICE,
+        starts_whole=False,
+    ),
 )
 
 METRIC_BY_NAME: Final[Mapping[str, Metric]] = {metric.name: metric for metric in METRICS}

@@ -15,7 +15,9 @@ from onebitd.core.config_checks import is_loopback
 from onebitd.core.errors import ConfigError
 
 KEYS_KEY: Final = "http.api_key_file"
-_SECTIONS: Final = ("model", "http", "backend", "provider", "handoff", "lock", "metrics", "log")
+_SECTIONS: Final = (
+    *("model", "http", "backend", "provider", "handoff", "lock", "metrics", "history", "log"),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 ASLEEP: Final = ("suspended", "suspending", "resuming")
@@ -17,9 +17,9 @@ ASLEEP: Final = ("suspended", "suspending", "resuming")
 CLOCKS: Final = ("sclk", "mclk", "fclk")
 """Of the cores, the memory and the fabric."""
 
-_LEVEL: Final = re.compile(r"\s*\w+:\s*(\d+(?:\.\d+)?)\s*MHz\s*\*\s*", re.IGNORECASE)
+_LEVEL: Final = re.compile(r"\s*\w+:\s*([0-9]+(?:\.[0-9]+)?)\s*MHz\s*\*\s*", re.IGNORECASE)
 _WORD: Final = re.compile(r"[A-Za-z0-9_-]{1,24}")
-_NUMBER: Final = re.compile(r"-?\d{1,18}")
+_NUMBER: Final = re.compile(r"-?[0-9]{1,18}")
 _MOST_C: Final = 300.0
 _MOST_W: Final = 10_000.0
 _MOST_MHZ: Final = 100_000.0
@@ -158,18 +158,27 @@ def _scaled(text: str, divisor: float, least: float, most: float) -> float | Non
     return value if least <= value <= most else None
 
 
-def gpu_busy_percent(taken: Iterable[Sequence[DeviceSample]]) -> float | None:
-    """Return how busy the GPU was over some samples; None when no card said.
+class GpuBusy:
+    """How busy the GPU was over some samples.
 
     Which card the decoder uses is not known here. So of several it is the busiest, each averaged
     by itself: a mean over cards would say that one which works alone was half idle.
-
-    Args:
-        taken: what each reading of all devices gave.
     """
-    by_card: dict[str, list[float]] = {}
-    for samples in taken:
+
+    __slots__ = ("_by_card",)
+
+    def __init__(self) -> None:
+        self._by_card: dict[str, tuple[float, int]] = {}
+
+    def add(self, samples: Iterable[DeviceSample]) -> None:
+        """Count what all devices said at one moment."""
         for one in samples:
             if one.kind == "gpu" and one.busy_percent is not None:
-                by_card.setdefault(one.name, []).append(one.busy_percent)
-    return max((sum(found) / len(found) for found in by_card.values()), default=None)
+                total, count = self._by_card.get(one.name, (0.0, 0))
+                self._by_card[one.name] = total + one.busy_percent, count + 1
+
+    @property
+    def percent(self) -> float | None:
+        """The mean of the busiest card; None when no card said."""
+        means = (total / count for total, count in self._by_card.values())
+        return max(means, default=None)

@@ -7,19 +7,16 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
-
-import trio
 
 from onebitd.adapters import systemd_tools
 from onebitd.adapters.config_file import path_for
 from onebitd.client import AccessDenied, ClientError, ControlClient
 from onebitd.core import paths
-from onebitd.doctor import daemon, finding, inside, lock, page, port, service, sight, unit
+from onebitd.doctor import daemon, finding, lock, page, port, service, sight, unit
 from onebitd.doctor.finding import Finding, State, failed, skipped
-from onebitd.doctor.inside import Request
 from onebitd.doctor.place import Place
+from onebitd.doctor.request import Report, Request
 from onebitd.doctor.service import NoService, Service
 from onebitd.surfaces import cli_terminal
 
@@ -59,16 +56,14 @@ def run(options: Options) -> int:
     _progress(f"checking {'inside ' + place.unit if is_inside else 'here'} ...")
     try:
         if is_inside and found is not None:
-            checks, facts = service.run_inside(
-                dataclasses.replace(found, place=place), request.to_json(), environ
-            )
+            entered = dataclasses.replace(found, place=place)
+            report = service.run_inside(entered, request, environ)
         else:
-            report = trio.run(inside.examine, request, strict_exception_groups=True)
-            checks, facts = report.findings, report.facts
+            report = _run_here(request)
     finally:
         _progress("")
-    checks = [_amended(one, facts, place) for one in checks]
-    checks += _from_outside(found, facts, place, environ)
+    checks = [_amended(one, report.facts, place) for one in report.findings]
+    checks += _from_outside(found, report.facts, place, environ)
     checks = finding.in_order(checks)
     where = _where(place, why_here)
     if options.json:
@@ -84,6 +79,14 @@ def run(options: Options) -> int:
     if not is_inside and uid != 0 and _is_denied(checks):
         return EXIT_DENIED
     return finding.exit_status(checks)
+
+
+def _run_here(request: Request) -> Report:
+    import trio
+
+    from onebitd.doctor import inside  # with numpy and half of the daemon
+
+    return trio.run(inside.examine, request, strict_exception_groups=True)
 
 
 def _find(
@@ -119,7 +122,8 @@ def _request(
         variables = found.directories(environ)
     if options.config is not None:
         argv = ["--config", options.config]
-    return Request(place, tuple(argv), variables, quick=options.quick)
+    runs = found is None or found.runs
+    return Request(place, tuple(argv), variables, quick=options.quick, runs=runs)
 
 
 def _amended(one: Finding, facts: Mapping[str, Any], place: Place) -> Finding:
@@ -169,6 +173,8 @@ def _ask(
     found: Service | None, place: Place, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any] | None, str]:
     """Return the daemon's status, or why it has none."""
+    if found is not None and not found.runs:
+        return None, "it does not run"
     given = {} if found is None else found.directories(environ)
     runtime = paths.runtime_dir(place.instance, {**environ, **given}, os.geteuid())
     try:
@@ -190,16 +196,3 @@ def _progress(text: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
-
-
-def configured(environ: Mapping[str, str], directory: Path = Path("/etc/onebitd")) -> list[str]:
-    """Return the names of the instances that have a configuration file."""
-    own = Path(environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config") / "onebitd"
-    found: dict[str, None] = {}
-    for place in (own, directory):
-        try:
-            names = sorted(os.listdir(place))
-        except OSError:
-            continue
-        found |= dict.fromkeys(name[:-5] for name in names if name.endswith(".toml"))
-    return list(found)

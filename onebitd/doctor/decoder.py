@@ -105,7 +105,7 @@ def _slot_finding(version: object, layout: object) -> Finding:
     name = "decoder.slot"
     if version is None:
         return warning(name, f"no prompt can be handed over: {layout or 'its state is not known'}")
-    return ok(name, f"it saves, restores and erases its slot: state version {version}, {layout}")
+    return ok(name, f"it saves, restores and erases its slot; its states: {layout}")
 
 
 def _shared(state: str) -> Finding:

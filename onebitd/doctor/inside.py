@@ -8,7 +8,6 @@ stays open as long as somebody waits for the report; that is one line of JSON on
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -24,9 +23,10 @@ from onebitd.client import AccessDenied, ClientError, ControlClient
 from onebitd.core import paths
 from onebitd.core.config import Config
 from onebitd.core.errors import ConfigError, UsageError
-from onebitd.doctor import decoder, devices, kept, lock, model, place, provider, sight, space
+from onebitd.doctor import decoder, devices, kept, lock, model, provider, sight, space
 from onebitd.doctor.finding import Finding, State, failed, ok, skipped
 from onebitd.doctor.place import Place
+from onebitd.doctor.request import Report, Request, request_from
 from onebitd.doctor.trial import Trials
 from onebitd.surfaces import daemon_args
 from onebitd.surfaces.launch import slots_dir
@@ -35,56 +35,9 @@ _CHECKED_ELSEWHERE: Final = ("model.path:", "provider.program:", "provider.elfs:
 _LLAMA_SERVER: Final = "backend.llama_server:"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
-    """What is to be checked.
-
-    Attributes:
-        place: for the commands in the findings.
-        argv: the daemon's command line, without the program.
-        environ: variables that the daemon has and these checks do not.
-        home: a private directory for the decoder's socket; "" makes one.
-        quick: load no model, and run no provider.
-    """
-
-    place: Place
-    argv: tuple[str, ...]
-    environ: Mapping[str, str]
-    home: str = ""
-    quick: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a plain dict."""
-        return dataclasses.asdict(self)
-
-
-@dataclasses.dataclass(slots=True)
-class Report:
-    """What was found, and what whoever asked needs to go on.
-
-    Attributes:
-        facts: `host`, `port`, `drain_timeout_s`, `load_timeout_s`, `lock_directory`, `missing`
-            (files that are not there, by the name of the finding); none without a configuration.
-    """
-
-    findings: list[Finding]
-    facts: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a plain dict."""
-        return {"checks": [one.to_json() for one in self.findings], "facts": self.facts}
-
-
 def main() -> int:
     """Read the request, print the report; ends early when stdin does."""
-    asked = json.loads(sys.stdin.buffer.readline())
-    request = Request(
-        place=place.from_json(asked["place"]),
-        argv=tuple(asked["argv"]),
-        environ=asked["environ"],
-        home=asked["home"] or os.environ.get("RUNTIME_DIRECTORY", ""),
-        quick=asked["quick"],
-    )
+    request = request_from(json.loads(sys.stdin.buffer.readline()))
     report = trio.run(_while_wanted, request, strict_exception_groups=True)
     if report is None:
         return 1
@@ -131,7 +84,7 @@ async def examine(request: Request) -> Report:
     provider_found = provider.check_program(config, here, environ)
     report.findings += provider_found
     report.findings.append(lock.check(config.lock, here))
-    status, denied = _ask_daemon(config, environ)
+    status, denied = _ask_daemon(config, environ) if request.runs else (None, None)
     is_sound = not any(one.state is State.FAILED for one in (*found, *provider_found))
     why_not = None if is_sound and program is not None else "not started: see above"
     if denied is not None:
@@ -143,7 +96,7 @@ async def examine(request: Request) -> Report:
         report.findings += _not_started(config, why_not)
     elif program is not None and header is not None:
         window = header.header.sliding_window
-        with _home(request, environ) as home:
+        with _home(environ) as home:
             trials = Trials(config, here, environ, home, program, window, report.findings)
             learned = await trials.run(status)
     size = learned or (None if header is None else header.bytes_per_token)
@@ -243,15 +196,15 @@ def _ctx_size(
 
 
 @contextlib.contextmanager
-def _home(request: Request, environ: Mapping[str, str]) -> Iterator[Path]:
-    """Give a private directory for a socket, whose path may not be long."""
-    if request.home:
-        yield Path(request.home)
-        return
+def _home(environ: Mapping[str, str]) -> Iterator[Path]:
+    """Give a private directory for a socket, whose path may not be long.
+
+    Inside a service that is below the directory that systemd made for these checks.
+    """
     import tempfile
 
-    base = environ.get("XDG_RUNTIME_DIR")
-    parent = base if base and os.path.isdir(base) else None
+    own = (os.environ.get("RUNTIME_DIRECTORY"), environ.get("XDG_RUNTIME_DIR"))
+    parent = next((path for path in own if path and os.path.isdir(path)), None)
     with tempfile.TemporaryDirectory(prefix="onebitctl-doctor-", dir=parent) as directory:
         yield Path(directory)
 

@@ -13,6 +13,7 @@ from onebitd.core.gguf_header import GgufError, GgufHeader, Metadata
 from onebitd.doctor import sight
 from onebitd.doctor.finding import Finding, failed, ok, warning
 from onebitd.doctor.place import Place
+from onebitd.surfaces.cli_text import mebibytes
 
 _F16_BYTES: Final = 2
 
@@ -100,7 +101,7 @@ def check(path: str, ctx_size: int | None, place: Place) -> tuple[list[Finding],
     except (OSError, ValueError, GgufError) as error:
         why = str(getattr(error, "strerror", None) or error)
         return [failed("model.file", f"the model {path}: {why}", place.edit())], None
-    found = ok("model.file", f"{path}, {size / 2**30:.2f} GiB, readable by {user}")
+    found = ok("model.file", f"{path}, {mebibytes(size)}, readable by {user}")
     return [found, judge(model.header, ctx_size, place)], model
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
 
 Scope = Literal["system", "user", "none"]
+_COMMAND_COLUMNS: Final = 72
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,13 +66,11 @@ class Place:
         directory = "/etc/systemd/system"
         if self.scope == "user":
             directory = "~/.config/systemd/user"
-        quoted = " ".join(map(shlex.quote, ("[Service]", *lines)))
-        return (
-            f"printf '%s\\n' {quoted} |\n"
-            f"  {self.manager}install -D -m 644 /dev/stdin \\\n"
-            f"  {directory}/{self.unit}.d/{name}.conf\n"
-            f"{self.systemctl} daemon-reload && \\\n  {self.restart}"
-        )
+        written = folded(["printf '%s\\n'", *map(shlex.quote, ("[Service]", *lines)), "|"])
+        install = f"{self.manager}install -D -m 644 /dev/stdin"
+        file = f"{directory}/{self.unit}.d/{name}.conf"
+        reload = folded([f"{self.systemctl} daemon-reload &&", self.restart])
+        return f"{written}\n  {folded([install, file])}\n{reload}"
 
     def edit(self) -> str:
         """Return the command that opens the configuration."""
@@ -86,3 +85,20 @@ class Place:
 def from_json(found: Mapping[str, Any]) -> Place:
     """Read what `to_json` made."""
     return Place(**found)
+
+
+def folded(pieces: Sequence[str]) -> str:
+    """Return a command in lines of at most 72 columns, if its pieces are no longer.
+
+    >>> print(folded(["echo", "a" * 40, "b" * 40]))
+    echo aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa \\
+      bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb
+    """
+    lines = [pieces[0]]
+    for piece in pieces[1:]:
+        if len(lines[-1]) + len(piece) > _COMMAND_COLUMNS - 4:
+            lines[-1] += " \\"
+            lines.append(f"  {piece}")
+        else:
+            lines[-1] += f" {piece}"
+    return "\n".join(lines)

@@ -15,15 +15,16 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from onebitd.adapters import systemd_tools
 from onebitd.core import unit_sandbox
 from onebitd.core.errors import OnebitError
-from onebitd.doctor import finding, unit
-from onebitd.doctor.finding import Finding, failed
+from onebitd.doctor import unit
+from onebitd.doctor.finding import BadReport, Finding, failed
 from onebitd.doctor.place import Place
 from onebitd.doctor.program import interpreter_of
+from onebitd.doctor.request import Report, Request, report_from
 
 _FIRST_STATUS_OF_SYSTEMD: Final = 200
 """From here on, a status says what systemd could not set up (systemd.exec(5))."""
@@ -56,6 +57,11 @@ class Service:
     text: str
     shown: Mapping[str, str]
     may_enter: bool
+
+    @property
+    def runs(self) -> bool:
+        """The daemon is there, or on its way."""
+        return self.shown.get("ActiveState") not in ("inactive", "failed", None)
 
     @property
     def scope(self) -> list[str]:
@@ -109,7 +115,7 @@ def _load(place: Place, *, may_enter: bool) -> Service | None:
 
 def _is_used(service: Service) -> bool:
     enabled = service.shown.get("UnitFileState") in ("enabled", "enabled-runtime", "linked")
-    return enabled or service.shown.get("ActiveState") not in ("inactive", None)
+    return enabled or service.runs
 
 
 def _has_own_config(instance: str, environ: Mapping[str, str]) -> bool:
@@ -130,10 +136,8 @@ def interpreter(program: str) -> str:
     return sys.executable
 
 
-def run_inside(
-    service: Service, request: Mapping[str, Any], environ: Mapping[str, str]
-) -> tuple[list[Finding], dict[str, Any]]:
-    """Run the checks in the service's place; return what they found, and their facts.
+def run_inside(service: Service, request: Request, environ: Mapping[str, str]) -> Report:
+    """Run the checks in the service's place.
 
     A failure to get there is a finding. Whatever happens, nothing runs afterwards.
     """
@@ -151,7 +155,7 @@ def run_inside(
         left.append(unknown[1])  # of a newer systemd than this one, which ignores it in a unit
     problem = _problem(service, done, python)
     if problem is not None:
-        return [problem], {}
+        return Report([problem], {})
     return _read(service, done)
 
 
@@ -160,7 +164,7 @@ def _key(line: str) -> str:
 
 
 def _run(
-    service: Service, lines: Sequence[str], python: str, request: Mapping[str, Any]
+    service: Service, lines: Sequence[str], python: str, request: Request
 ) -> systemd_tools.Done:
     name = f"onebitctl-doctor-{secrets.token_hex(4)}"
     command = [
@@ -183,7 +187,7 @@ def _run(
         return systemd_tools.Done(127, "", f"{command[0]}: {error.strerror}")
     is_over = False
     try:
-        said = _talk(process, json.dumps(request).encode() + b"\n")
+        said = _talk(process, json.dumps(request.to_json()).encode() + b"\n")
         is_over = True
         return said
     finally:
@@ -254,12 +258,10 @@ def _problem(service: Service, done: systemd_tools.Done, python: str) -> Finding
     return failed(name, f"the checks could not be run in the service's place: {last}", look)
 
 
-def _read(service: Service, done: systemd_tools.Done) -> tuple[list[Finding], dict[str, Any]]:
+def _read(service: Service, done: systemd_tools.Done) -> Report:
     try:
-        found = json.loads(done.stdout)
-        checks = [finding.from_json(one) for one in found["checks"]]
-        facts = dict(found["facts"])
-    except (ValueError, KeyError, TypeError, finding.BadReport) as error:
+        return report_from(json.loads(done.stdout))
+    except (ValueError, BadReport) as error:
         text = f"the checks in the service's place said nothing that makes sense: {error}"
-        return [failed("service.sandbox", text, f"systemctl cat {service.place.unit}")], {}
-    return checks, facts
+        look = f"systemctl cat {service.place.unit}"
+        return Report([failed("service.sandbox", text, look)], {})

@@ -10,6 +10,7 @@ import errno
 import grp
 import os
 import pwd
+import re
 import shlex
 import stat
 from collections.abc import Sequence
@@ -119,11 +120,23 @@ def hidden_sentence(what: str, path: str) -> str:
 def show_fix(place: Place, path: str) -> str:
     """Return the commands that let the service see the directory of a file, and only that."""
     directory = str(PurePosixPath(path).parent)
-    name = "see-" + "-".join(part.strip(".") for part in PurePosixPath(directory).parts[1:])
-    lines = [f"BindReadOnlyPaths={directory}"]
+    name = "see" + re.sub(r"[^A-Za-z0-9]+", "-", directory).rstrip("-")
+    lines = [f"BindReadOnlyPaths={in_unit(directory)}"]
     if any(PurePosixPath(path).is_relative_to(home) for home in _HOMES):
         lines.insert(0, "ProtectHome=tmpfs")
     return place.drop_in(name, *lines)
+
+
+def in_unit(path: str) -> str:
+    """Return a path as it stands in a list of paths of a unit (systemd.syntax(7)).
+
+    >>> in_unit("/home/ann/models"), in_unit("/home/ann/my 5% models")
+    ('/home/ann/models', '"/home/ann/my 5%% models"')
+    """
+    text = path.replace("%", "%%").replace("\\", "\\\\").replace(":", "\\:")
+    if not any(letter.isspace() or letter in "\"'" for letter in text):
+        return text
+    return '"' + text.replace('"', '\\"') + '"'
 
 
 def access_fix(place: Place, step: Step, user: str, letters: str) -> str | None:

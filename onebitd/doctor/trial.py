@@ -70,8 +70,7 @@ class Trials:
                 if status is None:
                     return await self._start_both(guard)
                 self._findings += decoder.from_status(status)
-                await self._beside(status, guard)
-                return None
+                return await self._beside(status, guard)
             finally:
                 guard.close()
 
@@ -95,15 +94,15 @@ class Trials:
                     self._findings.append(skipped("provider.run", "not run: there is no decoder"))
                 return None
             await self._provide(guard, provider.judge_of(running), running=running)
-            layout = running.facts.layout
-            return None if layout is None else _bytes_per_token(layout)
+            return _bytes_per_token(running.facts.layout)
 
-    async def _beside(self, status: Mapping[str, Any], guard: Guard) -> None:
+    async def _beside(self, status: Mapping[str, Any], guard: Guard) -> float | None:
         runtime = Path(paths.runtime_dir(self._config.instance, self._environ, os.geteuid()))
         example = str(slots_dir(self._config, runtime) / "example.state")
         judge = provider.judge_from(example, self._program, self._swa_window)
         pid = status.get("pid")
         await self._provide(guard, judge, daemon_pid=pid if isinstance(pid, int) else None)
+        return _bytes_per_token(judge.layout)
 
     async def _provide(
         self,
@@ -128,6 +127,8 @@ class Trials:
         self._findings.append(await provider.run(trial))
 
 
-def _bytes_per_token(layout: Layout) -> float:
+def _bytes_per_token(layout: Layout | None) -> float | None:
     """Return what one more token takes, beside what a state takes anyway."""
+    if layout is None:
+        return None
     return (layout.bytes_for(_MANY_TOKENS + 1) - layout.bytes_for(1)) / _MANY_TOKENS

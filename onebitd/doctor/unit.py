@@ -40,7 +40,7 @@ def seconds(text: str) -> float | None:
     """
     if text == "infinity":
         return None
-    return sum(float(number) * _PARTS[unit] for number, unit in _PART.findall(text))
+    return sum((float(number) * _PARTS[unit] for number, unit in _PART.findall(text)), 0.0)
 
 
 def judge(

@@ -17,13 +17,10 @@ import trio
 
 from onebitd.adapters.cost_file import CostFile, CostFileError
 from onebitd.core.costs import Costs
+from onebitd.services.late_writes import LateWrites
 
 log = structlog.get_logger()
 
-WRITE_DELAY_S: Final = 0.5
-"""What is learned meanwhile goes into the same write."""
-RETRY_S: Final = 10.0
-_LAST_WRITE_S: Final = 2.0
 _PROVIDER: Final = "provider"
 
 
@@ -39,14 +36,14 @@ class CostKeeper:
     def __init__(self, path: Path, subject: Mapping[str, str]) -> None:
         self._file = CostFile(path)
         self._subject: dict[str, str] = {}
-        self._touched = trio.Event()
+        self._writes = LateWrites(self._write)
         self._failing = False
         self.costs = self._read()
         self.set_subject(subject)
 
     def touch(self) -> None:
         """Say that something was learned: it is written within a second."""
-        self._touched.set()
+        self._writes.touch()
 
     def set_subject(self, subject: Mapping[str, str]) -> None:
         """Say what the figures are about from now on; forgets those that are about another one.
@@ -74,30 +71,15 @@ class CostKeeper:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Write the file after each touch until cancelled, and then once more if it is due."""
-        task_status.started()
-        try:
-            while True:
-                await self._touched.wait()
-                await trio.sleep(WRITE_DELAY_S)
-                self.costs.refit()  # or the next prompt would wait for it; see also Outlooks.refit
-                await self._write()
-                if self._failing:
-                    await trio.sleep(RETRY_S)
-        finally:
-            # A disk that does not answer must not keep the daemon from its end.
-            with trio.move_on_after(_LAST_WRITE_S, shield=True):
-                if self._touched.is_set():
-                    await self._write()
+        await self._writes.run(task_status=task_status)
 
-    async def _write(self) -> None:
+    async def _write(self) -> bool:
         """Write what is there now; a failure is one warning until it works again."""
-        self._touched = trio.Event()
+        self.costs.refit()  # or the next prompt would wait for it; see also Outlooks.refit
         document = {"subject": self._subject, "costs": self.costs.to_json()}
         data = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-        done = False
         try:
             await trio.to_thread.run_sync(self._file.write, data, abandon_on_cancel=True)
-            done = True
         except CostFileError as error:
             if not self._failing:
                 self._failing = True
@@ -105,12 +87,11 @@ class CostKeeper:
                     "costs_not_written",
                     line=f"{error}; what is learned will be lost with the daemon until it can",
                 )
-        finally:
-            if not done:
-                self._touched.set()
-        if done and self._failing:
+            return False
+        if self._failing:
             self._failing = False
             log.info("costs_written_again", line=f"{self._file.path} can be written again")
+        return True
 
     def _read(self) -> Costs:
         try:

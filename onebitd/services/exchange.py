@@ -32,6 +32,7 @@ from onebitd.core.errors import (
 )
 from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route
 from onebitd.core.http1 import Headers
+from onebitd.core.prompt_hash import prompt_hash
 from onebitd.core.slot_content import Prompt
 from onebitd.core.state_layout import Layout
 from onebitd.core.weighing import Outlook, is_overtaken
@@ -41,6 +42,7 @@ from onebitd.services.lessons import Lessons
 from onebitd.services.provider_runs import Prefilled, timed
 from onebitd.services.race import Overtaken, device_patience_ms, race
 from onebitd.services.supervisor import BackendFacts
+from onebitd.services.telemetry import Watch
 
 if TYPE_CHECKING:
     from onebitd.services.handoff import Handoffs
@@ -111,6 +113,7 @@ class Exchange:
         self._prompt: Prompt | None = None
         self._known: policy.Knowledge | None = None
         self._slot_is_noted = False
+        self._devices: Watch | None = None
         self.watch: sse.ReplyWatch | None = None
         self.record = HandoffRecord(
             request_id=request_id,
@@ -128,6 +131,7 @@ class Exchange:
         )
 
     async def __aenter__(self) -> Self:
+        self._devices = self._handoffs.telemetry.watch()
         return self
 
     async def __aexit__(
@@ -136,6 +140,8 @@ class Exchange:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._devices is not None:
+            self.record.gpu_busy_percent = self._devices.end()
         self.free_slot()
         conclude(self.record, self._ending(error))
         self._pass_evidence_on()
@@ -226,6 +232,7 @@ class Exchange:
         self._prompt = ticket.prompt = prompt
         await self._handoffs.outlooks.read_reply()
         self.record.prompt_tokens = len(prompt.ids)
+        self.record.prompt_hash = prompt_hash(prompt.ids, self._handoffs.history.hash_key)
         plan: policy.Plan = policy.plan(known, len(prompt.ids), facts.ctx_size)
         self._known = known
         share = config.handoff.share and self._route is not Route.FILE
@@ -539,6 +546,8 @@ class Exchange:
         watch.feed(data)
         if watch.started and self.record.first_byte_ms is None:
             self.record.first_byte_ms = self.record.since_start_ms(time.monotonic())
+            if self._devices is not None:
+                self._devices.first_byte()
             self.lessons.run_beside |= self._handoffs.runs.running is not None
 
     def free_slot(self) -> None:

@@ -16,6 +16,7 @@ from onebitd.adapters.accel_probe import AccelProbe
 from onebitd.adapters.bad_states import BadStates
 from onebitd.adapters.cost_subject import subject_of
 from onebitd.adapters.device_lock import DeviceLock
+from onebitd.adapters.device_sysfs import DeviceReader
 from onebitd.adapters.process import Guard
 from onebitd.adapters.slot_files import SlotFiles
 from onebitd.core import paths, policy, request
@@ -41,6 +42,7 @@ from onebitd.services.provider_breaker import ProviderBreaker
 from onebitd.services.provider_runs import ProviderRuns, ProviderState
 from onebitd.services.share_route import ShareRoute
 from onebitd.services.supervisor import BackendFacts, Supervisor
+from onebitd.services.telemetry import Devices, Telemetry
 from onebitd.services.vitals import Vitals
 
 COSTS_FILE: Final = "costs.json"
@@ -60,6 +62,7 @@ class Handoffs:
         guard: kills a provider when the daemon dies.
         history: gets every record.
         environ: what a provider inherits.
+        devices: of this machine, by default those in sysfs.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Handoffs:
         guard: Guard,
         history: History,
         environ: Mapping[str, str],
+        devices: Devices | None = None,
     ) -> None:
         self.config = config
         self.supervisor = supervisor
@@ -94,6 +98,7 @@ class Handoffs:
         self.vitals = Vitals(
             *(supervisor, admission, self.outlooks.memory.forget, config.backend.hang_s)
         )
+        self.telemetry = Telemetry(DeviceReader() if devices is None else devices)
         self.reuse = Reuse()
         self.breaker = ProviderBreaker(
             self._try_provider,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import bisect
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 from onebitd.adapters.exposition import Distribution, Exposition, Family
 from onebitd.core.control_api import Status
-from onebitd.core.exposition_format import format_for
+from onebitd.core.exposition_format import Format, format_for
 from onebitd.core.handoff import HandoffRecord
 from onebitd.core.metric_values import Value, values_now, values_of
 from onebitd.core.metrics import METRIC_BY_NAME, METRICS, Kind, Metric
+
+KEPT_S: Final = 0.2
 
 
 class Metrics:
@@ -49,6 +54,35 @@ class Metrics:
                 self._tally.numbers.get(metric.name, {}) | now.numbers.get(metric.name, {}),
                 self._tally.distributions.get(metric.name, {}),
             )
+
+
+class Sparing:
+    """Makes no exposition so soon after another: for a listener that asks nobody who they are.
+
+    One takes milliseconds of the event loop, which is that of every reply.
+
+    Args:
+        exposition: makes one.
+        now: a clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        exposition: Callable[[str | None], tuple[str, bytes]],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._make = exposition
+        self._now = now
+        self._made: dict[Format, tuple[float, tuple[str, bytes]]] = {}
+
+    def exposition(self, accept: str | None) -> tuple[str, bytes]:
+        """Return content type and body, at most `KEPT_S` old."""
+        wanted, now = format_for(accept), self._now()
+        made_at, made = self._made.get(wanted, (-math.inf, ("", b"")))
+        if now - made_at >= KEPT_S:
+            made = self._make(accept)
+            self._made[wanted] = (now, made)
+        return made
 
 
 class _Tally:

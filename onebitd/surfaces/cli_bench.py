@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import random
 import secrets
 import sys
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from onebitd.core.errors import OnebitError, UsageError
 from onebitd.core.handoff import Route
 from onebitd.surfaces.cli_numbers import positive_int
-from onebitd.surfaces.cli_text import clean, milliseconds
+from onebitd.surfaces.cli_text import PAGE_COLUMNS, clean, cut, duration
 
 if TYPE_CHECKING:
     from onebitd.client import ControlClient
@@ -200,8 +201,7 @@ class _Series:
         self.progress = _Progress(len(self._plan))
 
     def run(self) -> None:
-        """Run all of it; a way that never works is given up, and so are all when no route is left.
-        """
+        """Run all of it; a way that never works is given up, and all are when no route is left."""
         from onebitd.core.bench_report import is_hopeless
 
         for run in self._plan:
@@ -274,15 +274,20 @@ class _Progress:
         self._done += 1
         if self._is_shown:
             line = f"run {self._done + 1} of {self._runs}: {clean(what)}{self._left()}"
-            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.write(f"\r\x1b[K{cut(line, self._columns() - 1)}")
             sys.stderr.flush()
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(sys.stderr.fileno()).columns or PAGE_COLUMNS
+        except OSError:
+            return PAGE_COLUMNS
 
     def _left(self) -> str:
         if not self._done:
             return ""
-        spent_ms = (time.monotonic() - self._began) * 1000.0
-        left_ms = spent_ms / self._done * (self._runs - self._done)
-        return f", about {milliseconds(left_ms)} left"
+        spent_s = time.monotonic() - self._began
+        return f", about {duration(spent_s / self._done * (self._runs - self._done))} left"
 
     def end(self) -> None:
         """Take the line away."""

@@ -6,10 +6,11 @@ What the checks need is imported when they run: the other commands start without
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
 
-from onebitd.core.errors import OnebitError, UsageError
+from onebitd.core.errors import UsageError
 
 
 def register(
@@ -58,28 +59,32 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _instance(name: str | None, config: str | None) -> str:
-    """Return the instance that was named, the only one that runs, or the only configured one."""
-    from onebitd.client import choose_socket
+    """Return the instance that was named, the only configured one, or the only one that runs."""
     from onebitd.surfaces.cli_service import checked_instance
 
     if name is not None:
         return checked_instance(name)
     if config is not None:
         return checked_instance(pathlib.PurePath(config).stem)
-    try:
-        socket = choose_socket(None, os.environ, os.geteuid())
-        return pathlib.PurePath(socket).parent.name
-    except UsageError:
-        raise  # more than one runs
-    except OnebitError:
-        pass
-    from onebitd.doctor.command import configured
-
-    names = configured(os.environ)
+    names = _configured()
     if len(names) == 1:
         return names[0]
-    if names:
-        raise UsageError(f"which instance? Name one with -i: {', '.join(names)}")
-    raise UsageError(
-        "no instance runs, and none is configured: name one with -i, or a file with --config"
-    )
+    from onebitd.client import NoDaemon, choose_socket
+
+    try:
+        socket = choose_socket(None, os.environ, os.geteuid())
+    except NoDaemon:
+        listed = f": {', '.join(names)}" if names else ", or a file with --config"
+        raise UsageError(f"no instance runs: name one with -i{listed}") from None
+    return pathlib.PurePath(socket).parent.name
+
+
+def _configured() -> list[str]:
+    """Return the names of the instances that have a configuration file."""
+    home = os.environ.get("XDG_CONFIG_HOME") or f"{os.environ.get('HOME', '')}/.config"
+    found: dict[str, None] = {}
+    for directory in (f"{home}/onebitd", "/etc/onebitd"):
+        with contextlib.suppress(OSError):
+            names = sorted(os.listdir(directory))
+            found |= dict.fromkeys(name[:-5] for name in names if name.endswith(".toml"))
+    return list(found)

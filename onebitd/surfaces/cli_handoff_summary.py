@@ -87,11 +87,11 @@ def _span(summary: Mapping[str, Any], count: int) -> str:
 
 
 def _outcomes(summary: Mapping[str, Any], count: int, *, colour: bool) -> Iterator[str]:
-    yield paint(_row("OUTCOME", ("COUNT", "SHARE", _FIRST_BYTE), (7, 6, 17)), "bold", colour)
+    yield paint(_row("OUTCOME", ("COUNT", "SHARE", _FIRST_BYTE), (7, 7, 17)), "bold", colour)
     for outcome, number in part_of(summary, "outcomes").items():
         parts = part_of(part_of(part_of(summary, "by_outcome"), outcome), "parts")
         cells = (str(number), _share(number, count), _pair(parts, "first_byte_ms"))
-        yield _painted(_row(outcome, cells, (7, 6, 17)), outcome, colour)
+        yield _painted(_row(outcome, cells, (7, 7, 17)), outcome, colour)
 
 
 def _reasons(
@@ -101,7 +101,7 @@ def _reasons(
     reasons = part_of(summary, "reasons")
     if not reasons:
         return
-    widths = (-9, 7, 6, 17) if columns >= _WITH_TIMES_COLUMNS else (-9, 7, 6)
+    widths = (-9, 7, 7, 17) if columns >= _WITH_TIMES_COLUMNS else (-9, 7, 7)
     heading = _row("REASON", ("OUTCOME", "COUNT", "SHARE", _FIRST_BYTE), widths)
     yield paint(f"{heading}{_GAP}MEANING", "bold", colour)
     for reason in reasons:

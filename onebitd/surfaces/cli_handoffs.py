@@ -29,9 +29,6 @@ FOLLOWED_RECORDS: Final = 10
 
 EXIT_NO_DAEMON: Final = 3
 
-_FORMULA_STARTS: Final = ("=", "+", "-", "@")
-"""What a spreadsheet would take for the start of a formula."""
-
 
 def register(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
@@ -185,6 +182,8 @@ def _print_records(records: Iterable[dict[str, Any]], arguments: argparse.Namesp
                 sys.stdout.flush()
         return
     if arguments.csv:
+        from onebitd.surfaces.cli_handoff_csv import csv_lines
+
         lines = csv_lines(_told(records))
     else:
         from onebitd.surfaces.cli_handoff_table import table
@@ -195,50 +194,6 @@ def _print_records(records: Iterable[dict[str, Any]], arguments: argparse.Namesp
         cli_terminal.write(text)
         if arguments.follow:
             sys.stdout.flush()
-
-
-def csv_lines(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield CSV by RFC 4180: the names of all fields of a record, then a line for each record.
-
-    What is absent is empty, truth is `true` or `false`. Clients choose request ids, and details
-    quote other programs: control characters become blanks or `?`, and a text that a spreadsheet
-    would take for a formula gets an apostrophe in front. `--json` has them as they are.
-    """
-    import csv
-
-    from onebitd.core.handoff import FIELDS
-
-    written: list[str] = []
-    writer = csv.writer(_Lines(written))
-    for row in _rows(FIELDS, records):
-        writer.writerow(row)
-        yield written.pop()
-
-
-class _Lines:
-    """What a CSV writer writes to."""
-
-    def __init__(self, written: list[str]) -> None:
-        self._written = written
-
-    def write(self, text: str) -> None:
-        self._written.append(text)
-
-
-def _rows(names: Iterable[str], records: Iterable[Mapping[str, Any]]) -> Iterator[list[str]]:
-    columns = list(names)
-    yield columns
-    for record in records:
-        yield [_csv_cell(record.get(name)) for name in columns]
-
-
-def _csv_cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        text = clean(value)
-        return f"'{text}" if text.lstrip().startswith(_FORMULA_STARTS) else text
-    return json.dumps(value)
 
 
 def _told(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -129,7 +129,7 @@ def _rows_of_parts(status: Mapping[str, Any], now: dt.datetime) -> _Rows:
         ("provider", _provider_values(part_of(status, "provider"))),
         ("decoder", _decoder_values(part_of(status, "backend"), now)),
         ("lock", _lock_values(part_of(status, "lock"), status.get("pid"))),
-        *_device_rows(part_of(status, "device")),
+        *_device_rows(status.get("devices")),
         ("model", _model_values(part_of(status, "model"))),
     ]
 
@@ -242,13 +242,32 @@ def _slot_words(slot: Mapping[str, Any], queue: Mapping[str, Any]) -> str:
     return f"{', '.join(facts)}; {waiting}"
 
 
-def _device_rows(device: Mapping[str, Any]) -> _Rows:
-    facts = [
-        f"{str(name).replace('_', ' ')} {value}"
-        for name, value in device.items()
-        if value is not None and not isinstance(value, (Mapping, list))
-    ]
-    return [("device", [", ".join(facts)])] if facts else []
+def _device_rows(devices: object) -> _Rows:
+    found = [one for one in (devices if isinstance(devices, list) else ()) if _is_table(one)]
+    values = [_device_words(one) for one in found]
+    return [("devices", values)] if values else []
+
+
+def _device_words(device: Mapping[str, Any]) -> str:
+    """Return e.g. `gpu card0, 87 % busy, 2400 MHz, 61 °C, 95 W`."""
+    facts = [f"{device.get('kind', '?')} {device.get('name', '?')}"]
+    if device.get("busy_percent") is not None:
+        facts.append(f"{device['busy_percent']:.0f} % busy")
+    elif device.get("power_state"):
+        facts.append(str(device["power_state"]))
+    clocks = part_of(device, "clocks")
+    if clocks:
+        name, mhz = max(clocks.items(), key=lambda item: float(item[1]))
+        facts.append(f"{name} {mhz:.0f} MHz")
+    if device.get("temperature_c") is not None:
+        facts.append(f"{device['temperature_c']:.0f} °C")
+    if device.get("power_w") is not None:
+        facts.append(f"{device['power_w']:.0f} W")
+    return ", ".join(facts)
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _counter_rows(handoffs: Mapping[str, Any]) -> list[tuple[str, list[str]]]:

@@ -68,13 +68,22 @@ def all_page(seen: Sequence[Seen], now: dt.datetime, *, colour: bool, columns: i
     for one, name in zip(seen, names, strict=True):
         head, name_paint, more, more_paint = _block(one, now)
         text = wrap(head, name.ljust(wide), " " * wide, max(columns, wide + 20))
-        first = text[0] if len(text) == 1 else cut(" ".join(text), columns)
-        lines.append(first[:wide] + _painted_state(first[wide:], name_paint, colour))
+        lines.append(text[0][:wide] + _painted_state(text[0][wide:], name_paint, colour))
         body = [line for each in more for line in wrap(each, " " * wide, " " * wide, columns)]
-        if len(body) > 2:
-            body = [body[0], cut(body[1] + " …", columns) if body[1][-1] != "…" else body[1]]
-        lines += [paint(line, more_paint, colour) if more_paint else line for line in body]
+        shown = _at_most_two([*text[1:], *body], columns)
+        lines += [paint(line, more_paint, colour) if more_paint else line for line in shown]
     return "\n".join(lines)
+
+
+def _at_most_two(lines: Sequence[str], columns: int) -> list[str]:
+    if len(lines) <= 2:
+        return list(lines)
+    return [
+        lines[0],
+        cut(f"{lines[1]} …", columns)
+        if len(lines[1]) < columns - 1
+        else f"{lines[1][: columns - 1]}…",
+    ]
 
 
 def _painted_state(text: str, name: str, colour: bool) -> str:

@@ -22,7 +22,7 @@ _ENTER: Final = "\x1b[?1049h\x1b[?25l\x1b[?7l"
 """The alternate screen, no cursor, and no line that goes on in the next."""
 _LEAVE: Final = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 _HOME: Final = "\x1b[H"
-_END_OF_LINE: Final = "\x1b[K\r\n"
+_END_OF_LINE: Final = "\x1b[K\n"
 _REST: Final = "\x1b[K\x1b[J"
 
 

@@ -1,7 +1,8 @@
 """The control API: HTTP/1.1 over the control socket.
 
 `GET /metrics` in Prometheus's formats, all else JSON:
-`GET /v1/status`, `GET /v1/requests`, `GET /v1/handoffs`, `GET /v1/config`, `GET /v1/costs`,
+`GET /v1/status`, `GET /v1/requests`, `GET /v1/handoffs`, `GET /v1/handoffs/summary`,
+`GET /v1/config`, `GET /v1/costs`,
 `POST /v1/requests/cancel`, `POST /v1/reload`, `POST /v1/provider/reset`. Errors have the shape
 `{"error": {"message", "type", "code"}}`; a refused reload adds `problems`, a list of lines.
 """
@@ -21,16 +22,15 @@ from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, Not
 
 from onebitd.core.control_api import ProviderReset, ReloadAnswer, RequestInFlight, Status
 from onebitd.core.errors import ConfigError, RequestError
-from onebitd.core.handoff import Outcome
-from onebitd.services.history import Follower, History, parse_time
+from onebitd.core.handoff_filter import MAX_LIMIT, WORDS, HandoffFilter, parse_time
+from onebitd.services.history import Follower, History, Reading, encoded
 from onebitd.surfaces.asgi_shield import shield_final_send
 from onebitd.surfaces.gate import guard_control
 from onebitd.surfaces.metrics_http import METRICS_PATH, MakeExposition
 
 DEFAULT_LIMIT: Final = 20
-MAX_LIMIT: Final = 1000
 
-_PARAMETERS: Final = ("limit", "outcome", "since", "follow")
+_WANTED: Final = ("limit", *WORDS, "since")
 _MAX_BODY_BYTES: Final = 65536
 
 
@@ -39,7 +39,7 @@ class ControlView(Protocol):
 
     @property
     def history(self) -> History:
-        """The handoffs since the start."""
+        """The handoffs of the past, and those to come."""
 
     def status(self) -> Status:
         """Return the whole of `/v1/status`, as of now."""
@@ -129,13 +129,25 @@ def create_control_app(
 
     @app.get("/v1/handoffs")
     async def handoffs() -> Response:
-        query = _Query(request.args.to_dict(flat=False))
-        if not query.follow:
-            found = view.history.recent(query.limit, query.outcome, query.since)
-            return jsonify({"handoffs": found})
-        response = Response(_FollowBody(view.history, query), mimetype="application/x-ndjson")
+        query = _Query(request.args.to_dict(flat=False), (*_WANTED, "follow"), DEFAULT_LIMIT)
+        await view.history.wait_loaded()
+        if query.follow:
+            response = Response(
+                _FollowBody(view.history, query.wanted), mimetype="application/x-ndjson"
+            )
+        else:
+            reading = view.history.reading(query.wanted)
+            await reading.open()
+            body = _ListBody(reading)
+            whole = b"".join([part async for part in body]) if reading.is_short else None
+            response = Response(body if whole is None else whole, mimetype="application/json")
         response.timeout = None  # or the stream is cut after RESPONSE_TIMEOUT, 60 s
         return response
+
+    @app.get("/v1/handoffs/summary")
+    async def handoffs_summary() -> Response:
+        query = _Query(request.args.to_dict(flat=False), _WANTED, None)
+        return jsonify(await view.history.summary(query.wanted))
 
     return app
 
@@ -152,22 +164,31 @@ def _request_id_in(body: bytes | str) -> str:
 
 
 class _Query:
-    """The parameters of `/v1/handoffs`, checked."""
+    """The parameters of a question for handoffs, checked.
 
-    def __init__(self, given: Mapping[str, list[str]]) -> None:
+    Args:
+        given: as they came.
+        known: those that there are.
+        limit: where none is given; who follows gets none of the past then, unless since a time.
+    """
+
+    def __init__(
+        self, given: Mapping[str, list[str]], known: Sequence[str], limit: int | None
+    ) -> None:
         for name, values in given.items():
-            if name not in _PARAMETERS:
-                _refuse(f"unknown parameter {name!r}: there are {', '.join(_PARAMETERS)}")
+            if name not in known:
+                _refuse(f"unknown parameter {name!r}: there are {', '.join(known)}")
             if len(values) > 1:
                 _refuse(f"{name} is given {len(values)} times")
         first = {name: values[0] for name, values in given.items()}
         self.follow = _follow_of(first.get("follow", "0"))
-        self.outcome = _outcome_of(first.get("outcome"))
-        self.since = _since_of(first.get("since"))
-        default = DEFAULT_LIMIT
+        since = _since_of(first.get("since"))
         if self.follow:
-            default = 0 if self.since is None else MAX_LIMIT
-        self.limit = _limit_of(first.get("limit"), default)
+            limit = 0 if since is None else MAX_LIMIT
+        words = {name: _word_of(name, first.get(name)) for name in WORDS}
+        self.wanted = HandoffFilter(
+            limit=_limit_of(first.get("limit"), limit), since=since, **words
+        )
 
 
 def _follow_of(text: str) -> bool:
@@ -176,13 +197,10 @@ def _follow_of(text: str) -> bool:
     return text == "1"
 
 
-def _outcome_of(text: str | None) -> Outcome | None:
-    if text is None:
-        return None
-    try:
-        return Outcome(text)
-    except ValueError:
-        _refuse(f"outcome={text}: must be one of {', '.join(Outcome)}")
+def _word_of(name: str, text: str | None) -> str | None:
+    if text is not None and text not in WORDS[name]:
+        _refuse(f"{name}={text}: must be one of {', '.join(WORDS[name])}")
+    return text
 
 
 def _since_of(text: str | None) -> dt.datetime | None:
@@ -195,7 +213,7 @@ def _since_of(text: str | None) -> dt.datetime | None:
         _refuse(f"since: {exc}")
 
 
-def _limit_of(text: str | None, default: int) -> int:
+def _limit_of(text: str | None, default: int | None) -> int | None:
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) <= MAX_LIMIT):
@@ -207,6 +225,43 @@ def _refuse(message: str) -> NoReturn:
     raise BadRequest(message)
 
 
+_BEGIN: Final = b'{"handoffs": ['
+_NEXT: Final = b",\n"
+_END: Final = b"]}\n"
+
+
+class _ListBody(ResponseBody):
+    """Body of a long list of records, sent page by page as they are read."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._is_begun = self._has_ended = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pass
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._has_ended:
+            raise StopAsyncIteration
+        page = await self._reading.page()
+        before = _NEXT if self._is_begun else _BEGIN
+        self._is_begun, self._has_ended = True, not page
+        if page:
+            return before + _NEXT.join(page)
+        return _END if before is _NEXT else before + _END
+
+
 class _FollowBody(ResponseBody):
     """Body of a followed reply: one JSON object a line.
 
@@ -214,16 +269,16 @@ class _FollowBody(ResponseBody):
     `__aexit__` is sure to run.
     """
 
-    def __init__(self, history: History, query: _Query) -> None:
+    def __init__(self, history: History, wanted: HandoffFilter) -> None:
         self._history = history
-        self._query = query
-        self._first: list[dict[str, Any]] = []
+        self._wanted = wanted
+        self._past: Reading | None = None
+        self._is_open = False
         self._follower: Follower | None = None
 
     async def __aenter__(self) -> Self:
-        query = self._query
-        self._follower = await self._history.follow(query.outcome).__aenter__()
-        self._first = self._history.recent(query.limit, query.outcome, query.since)
+        self._follower = await self._history.follow(self._wanted).__aenter__()
+        self._past = self._history.reading(self._wanted)
         return self
 
     async def __aexit__(
@@ -239,14 +294,15 @@ class _FollowBody(ResponseBody):
         return self
 
     async def __anext__(self) -> bytes:
-        if self._first:
-            lines, self._first = self._first, []
-            return b"".join(map(_line_of, lines))
-        return _line_of(await anext(cast("Follower", self._follower)))
-
-
-def _line_of(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields).encode() + b"\n"
+        past = self._past
+        if past is not None:
+            if not self._is_open:
+                self._is_open = True
+                await past.open()
+            if page := await past.page():
+                return b"".join(line + b"\n" for line in page)
+            self._past = None
+        return encoded([await anext(cast("Follower", self._follower))])[0] + b"\n"
 
 
 def _render_refused(error: ConfigError) -> Response:
@@ -274,7 +330,8 @@ def _render_error(error: HTTPException) -> Response:
     if isinstance(error, NotFound):
         message = (
             f"no such endpoint: {request.path}; this onebitd has GET /v1/status,"
-            " GET /v1/requests, GET /v1/handoffs, GET /v1/config, GET /v1/costs, GET /metrics,"
+            " GET /v1/requests, GET /v1/handoffs, GET /v1/handoffs/summary, GET /v1/config,"
+            " GET /v1/costs, GET /metrics,"
             " POST /v1/requests/cancel, POST /v1/reload and POST /v1/provider/reset"
         )
     elif isinstance(error, MethodNotAllowed):

@@ -23,9 +23,11 @@ from onebitd import __version__
 from onebitd.adapters import descriptors, logsetup, memory, peers
 from onebitd.adapters.config_file import readable_by_all
 from onebitd.adapters.device_lock import DeviceLock
+from onebitd.adapters.device_sysfs import SYSFS, DeviceReader
 from onebitd.adapters.http_server import HttpServer
 from onebitd.adapters.process import Guard
 from onebitd.adapters.slot_files import SlotFiles
+from onebitd.core import paths
 from onebitd.core.backend_state import BackendState
 from onebitd.core.config import Config
 from onebitd.core.errors import BackendFailed, ConfigError, OnebitError
@@ -33,7 +35,8 @@ from onebitd.core.reload import Merged
 from onebitd.services.admission import Admission
 from onebitd.services.handoff import Handoffs
 from onebitd.services.history import History
-from onebitd.services.metrics import Metrics
+from onebitd.services.history_keeper import HistoryKeeper
+from onebitd.services.metrics import Metrics, Sparing
 from onebitd.services.supervisor import Launch, Supervisor
 from onebitd.surfaces import reload
 from onebitd.surfaces.control_http import create_control_app
@@ -49,6 +52,7 @@ from onebitd.surfaces.status_view import StatusView
 log = structlog.get_logger()
 
 _DEBUG_HANG: Final = "ONEBIT_DEBUG_HANG"
+_DEBUG_SYSFS: Final = "ONEBIT_DEBUG_SYSFS"
 _ARRIVE_S: Final = 0.25
 """The request of a connection that was just accepted is on its way."""
 _LAST_ANSWER_S: Final = 3.0
@@ -75,7 +79,8 @@ def serve(started: Started) -> None:
     environ = dict(os.environ)
     if environ.pop(_DEBUG_HANG, ""):
         signal.signal(signal.SIGUSR2, lambda _number, _frame: hang_on_purpose())
-    daemon = Daemon(started, environ)
+    sysfs = Path(environ.pop(_DEBUG_SYSFS, "") or SYSFS)
+    daemon = Daemon(started, environ, sysfs)
     try:
         trio.run(daemon.run, strict_exception_groups=True)
     except BaseExceptionGroup as group:
@@ -141,13 +146,15 @@ class Daemon:
     Args:
         started: what it has been given on the way.
         environ: what its children inherit.
+        sysfs: where the kernel's devices are.
     """
 
-    def __init__(self, started: Started, environ: Mapping[str, str]) -> None:
+    def __init__(self, started: Started, environ: Mapping[str, str], sysfs: Path = SYSFS) -> None:
         config = self._config = started.config
         self._runtime = started.runtime
         self._manager = started.manager
         self._environ = environ
+        self._sysfs = sysfs
         self._early_signals = started.signals
         self._stop_asked = trio.Event()
         self._hurry = trio.Event()
@@ -156,6 +163,7 @@ class Daemon:
         self._keys = started.keys
         self._reloads = reload.Reloads(self, partial(reload.read, started.args, environ))
         self._history = History()
+        self._kept: HistoryKeeper
         self._admission = Admission(config.http.max_pending)
         self._supervisor: Supervisor
         self._handoffs: Handoffs
@@ -247,7 +255,10 @@ class Daemon:
             guard,
             self._history,
             self._environ,
+            DeviceReader(self._sysfs),
         )
+        state = paths.state_dir(config.instance, self._environ, os.geteuid())
+        self._kept = HistoryKeeper(self._history, Path(state), config.history)
         self._view = StatusView(
             config,
             self._supervisor,
@@ -257,6 +268,7 @@ class Daemon:
             self._listening.addresses,
             service_manager=self._manager.present,
             listen_passed=self._listening.public_is_passed,
+            history_problem=lambda: self._kept.problem,
         )
 
     async def _run_services(self) -> None:
@@ -291,7 +303,7 @@ class Daemon:
         )
         control = _Service(control_server.run)
         metrics_server = HttpServer(
-            MetricsApp(metrics.exposition, lambda: self._config),
+            MetricsApp(Sparing(metrics.exposition).exposition, lambda: self._config),
             self._listening.metrics,
             max_connections=METRICS_CONNECTIONS,
         )
@@ -300,18 +312,22 @@ class Daemon:
         auditing = _Service(audits.run)
         breaking, learning = _Service(breaker.run), _Service(keeper.run)
         watching = _Service(self._handoffs.vitals.run)
+        sampling = _Service(self._handoffs.telemetry.run)
         decoder = _Service(self._run_decoder)
+        keeping = _Service(self._kept.run)
         reloads = _Service(self._reloads.run)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._notify)
             await reloads.start(nursery)
             await control.start(nursery)
             await scraping.start(nursery)
+            await sampling.start(nursery)
             await public.start(nursery)
             handoffs.start_soon(nursery)
             auditing.start_soon(nursery)
             breaking.start_soon(nursery)
             learning.start_soon(nursery)
+            keeping.start_soon(nursery)
             watching.start_soon(nursery)
             self._announce()
             decoder.start_soon(nursery)
@@ -332,6 +348,7 @@ class Daemon:
             await handoffs.stop()
             await learning.stop()
             self._history.close()
+            await keeping.stop()
             await scraping.stop()
             await control.stop()
             nursery.cancel_scope.cancel()
@@ -377,6 +394,7 @@ class Daemon:
         self._server.max_connections = config.http.max_connections
         _raise_descriptor_limit(config.http.max_connections)
         self._view.reconfigure(config)
+        self._kept.reconfigure(config.history)
         old = _remarks(before)
         remarks = [line for event, line in _remarks(config) if (event, line) not in old]
         why_not = await self._handoffs.runs.hold_for_life(min(config.lock.wait_s, _RELOAD_LOCK_S))

@@ -90,7 +90,11 @@ class _Viewer:
     ended: bool = False
 
     async def begin(self) -> None:
-        headers = [*_COMMON, (b"content-type", b"text/event-stream")]
+        headers = [
+            *_COMMON,
+            (b"content-type", b"text/event-stream"),
+            (b"x-accel-buffering", b"no"),  # nginx would keep them until there is enough
+        ]
         await self.send({"type": "http.response.start", "status": 200, "headers": headers})
         await self.write(f"retry: {_RETRY_MS}\n\n")
 
@@ -220,13 +224,13 @@ class Page:
         """
         await viewer.begin()
         while not viewer.ended:
+            news = self._news  # what comes while this is sent is news for the next turn
             await self._refresh()
             text = self._news_for(viewer)
             if not text and trio.current_time() - viewer.sent_at >= _HEARTBEAT_S:
                 text = ": still here\n\n"
             if text:
                 await viewer.write(text)
-            news = self._news
             await trio.sleep(_PAUSE_S)
             with trio.move_on_after(_EVERY_S - _PAUSE_S):
                 await news.wait()

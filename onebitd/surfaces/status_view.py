@@ -33,7 +33,7 @@ from onebitd.services.handoff import Handoffs
 from onebitd.services.history import History
 from onebitd.services.supervisor import Supervisor
 
-_POLICY_KEPT_S: Final = 10.0
+_POLICY_KEPT_S: Final = 1.0
 """To work out where a handoff pays takes some milliseconds of the event loop."""
 _SECRET_FLAG: Final = re.compile(r"token$|-hft$|key$|secret|password")
 
@@ -45,7 +45,6 @@ class StatusView:
         draining: set once the daemon is stopping.
         failed: set once there will be no decoder any more, which is why the daemon stops.
         history: the handoffs since the start.
-        history_problem: says why handoffs are not kept over a restart, None when they are.
     """
 
     def __init__(
@@ -59,6 +58,7 @@ class StatusView:
         *,
         service_manager: bool,
         listen_passed: bool = False,
+        history_problem: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
@@ -67,6 +67,7 @@ class StatusView:
         self._listen = list(listen)
         self._service_manager = service_manager
         self._listen_passed = listen_passed
+        self._history_problem = history_problem
         self._last: collections.deque[HandoffRecord] = collections.deque(
             maxlen=recent_handoffs.LOOKED_AT
         )
@@ -74,7 +75,6 @@ class StatusView:
         self._policy: tuple[float, PolicyStatus] | None = None
         self._started = time.monotonic()
         self.history = history
-        self.history_problem: Callable[[], str | None] = lambda: None
         self.draining = False
         self.failed = False
 
@@ -173,7 +173,8 @@ class StatusView:
             listen_passed=self._listen_passed,
             recent=recent_handoffs.look_at(self._last, self._alone_ms),
             policy=self._policy_status(),
-            history_problem=self.history_problem(),
+            history_problem=self._history_problem(),
+            devices=list(self._handoffs.telemetry.latest()),
         )
 
     def _alone_ms(self, tokens: int) -> float | None:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -53,7 +53,7 @@ def runs(tokens: int, way: str, times: Sequence[float]) -> list[Sample]:
     return [warm, *(sample(tokens, way, ms, number=at) for at, ms in enumerate(times, 1))]
 
 
-def measured(decoder: dict[int, Sequence[float]], file: dict[int, Sequence[float]]) -> Judged:
+def measured(decoder: Mapping[int, Sequence[float]], file: Mapping[int, Sequence[float]]) -> Judged:
     """Return how the file route is judged by times by length."""
     samples = [one for tokens, times in decoder.items() for one in runs(tokens, DECODER, times)]
     samples += [one for tokens, times in file.items() for one in runs(tokens, "file", times)]
@@ -219,7 +219,7 @@ def test_sample_that_went_another_way_is_no_figure(
 
 def test_report_failures_are_counted_by_reason_and_not_timed() -> None:
     """Whatever each of them says exactly; the first sentence stands for all."""
-    bad = {"outcome": "fallback", "reason": "provider_exit"}
+    bad: dict[str, Any] = {"outcome": "fallback", "reason": "provider_exit"}
     samples = [*runs(64, DECODER, [10, 10]), *runs(64, "file", [5])]
     samples += [sample(64, "file", 1, detail=f"pid {n}", **bad) for n in (7, 8)]
     samples += [sample(128, "file", 1, number=0, detail="pid 9", **bad)]

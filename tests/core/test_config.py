@@ -249,6 +249,36 @@ def test_resolve_allowed_origin_that_is_none_is_named(entry: str) -> None:
     assert line.startswith(f"http.allowed_origins: {entry!r} is no origin")
 
 
+@pytest.mark.parametrize(
+    "listen", ["127.0.0.1:9464", "[::1]:0", "localhost:65535", "0.0.0.0:9464", "Box.lan:1"]
+)
+def test_resolve_metrics_listen_takes_an_address_with_a_port(listen: str) -> None:
+    """Any address, without keys: nothing private is said there."""
+    assert resolved(("metrics.listen", listen)).metrics.listen == listen
+
+
+@pytest.mark.parametrize(
+    "listen",
+    [
+        "9464",
+        ":9464",
+        "127.0.0.1",
+        "127.0.0.1:",
+        "::1:9464",
+        "127.0.0.1:65536",
+        "http://a:1",
+        "a b:1",
+    ],
+)
+def test_resolve_metrics_listen_that_is_none_is_named(listen: str) -> None:
+    """The line shows how both families are written."""
+    [line] = problems(("metrics.listen", listen))
+    assert line.startswith(
+        f"metrics.listen: {listen!r} is no address with a port; write 127.0.0.1:"
+    )
+    assert "[::1]:9464" in line
+
+
 def test_resolve_open_host_needs_keys_or_a_word() -> None:
     """A public address without keys must be meant."""
     assert "required because http.host 192.0.2.1" in problems(("http.host", "192.0.2.1"))[0]

@@ -13,6 +13,7 @@ from onebitd.core.exposition_format import Format, format_for
 from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route
 from onebitd.core.metric_values import Value, prompt_tokens_by_source, values_now, values_of
 from onebitd.core.metrics import METRIC_BY_NAME, METRICS, PROVIDER_STATES, Kind, Metric
+from onebitd.core.telemetry import DeviceSample
 from tests.surfaces.control_server import make_record, make_status
 
 HANDOFF_MS = {
@@ -116,8 +117,11 @@ def test_values_of_a_record_with_nothing_else_count_it_alone() -> None:
         ({"prefill_ms": 16.0}, {}),
         (
             {
-                **{"handed_tokens": 64, "prefill_ms": 32.0},
-                **{"evaluated_tokens": 65, "evaluated_ms": 325.0, "outcome": Outcome.WASTED},
+                "handed_tokens": 64,
+                "prefill_ms": 32.0,
+                "evaluated_tokens": 65,
+                "evaluated_ms": 325.0,
+                "outcome": Outcome.WASTED,
             },
             {("provider",): 2000.0, ("decoder",): 200.0},
         ),
@@ -136,6 +140,16 @@ def test_values_of_a_file_where_the_shared_route_is_on_has_no_share_time() -> No
     assert of("onebitd_share_seconds", values_of(make_record(share_ms=0.4))) == {(): 0.0004}
 
 
+CARD = DeviceSample(
+    kind="gpu",
+    name="card1",
+    driver="amdgpu",
+    busy_percent=87.0,
+    temperature_c=61.5,
+    power_w=54.0,
+)
+
+
 def every_record() -> list[HandoffRecord]:
     """Return records with all outcomes, reasons and routes."""
     reasons, routes = (None, *Reason), (None, *Route)
@@ -149,13 +163,25 @@ def test_every_value_is_of_the_table_with_labels_from_its_closed_lists() -> None
     """No record and no status can make a series that is not foreseen."""
     values = [value for record in every_record() for value in values_of(record)]
     for state in STATES:
-        values += values_now(make_status(state=state), 1)
+        values += values_now(make_status(state=state, devices=[CARD]), 1)
     for value in values:
         lists = METRIC_BY_NAME[value.name].labels.values()
         assert len(value.labels) == len(lists)
-        if value.name != "onebitd_build_info":
-            assert all(one in some for one, some in zip(value.labels, lists, strict=True)), value
+        for one, some in zip(value.labels, lists, strict=True):
+            assert not some or one in some, value
     assert {value.name for value in values} == {metric.name for metric in METRICS}
+
+
+def test_values_now_of_devices_are_there_as_far_as_they_are_told() -> None:
+    """In base units; a device that says nothing has no series, and no zero."""
+    silent = DeviceSample(kind="npu", name="accel0", driver="amdxdna", power_state="suspended")
+    values = list(values_now(make_status(devices=[CARD, silent]), 1))
+    told = {value.name: value for value in values if value.name.startswith("onebitd_device_")}
+    assert {name: (one.value, one.labels) for name, one in told.items()} == {
+        "onebitd_device_busy_ratio": (0.87, ("card1", "gpu")),
+        "onebitd_device_temperature_celsius": (61.5, ("card1", "gpu")),
+        "onebitd_device_power_watts": (54.0, ("card1", "gpu")),
+    }
 
 
 def test_values_now_are_those_of_the_status() -> None:

@@ -42,7 +42,7 @@ def other_value(setting: Setting) -> Any:
     """Return a valid value that is not the default."""
     if setting.key in OTHER:
         return OTHER[setting.key]
-    by_kind: dict[type, Any] = {bool: True, list: ["x"], dict: {"A": "b"}}
+    by_kind: dict[type, Any] = {bool: not setting.default, list: ["x"], dict: {"A": "b"}}
     return by_kind[setting.kind] if setting.kind in by_kind else setting.kind(7)
 
 

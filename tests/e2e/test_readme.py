@@ -51,6 +51,8 @@ ELSEWHERE = {
     "ONEBIT_PREFILL_LLAMA_SERVER=": "tests/e2e/test_prefill_llama.py",
     "install -m 640": "tests/systemd/test_deb.py",
     "apt install haproxy": "tests/e2e/test_front_proxies.py",
+    "curl --unix-socket": "tests/e2e/test_metrics.py",
+    "scrape_configs:": "tests/repo/test_monitoring.py",
     "onebitctl provider check": "tests/e2e/test_conformance.py",
 }
 """Blocks whose commands other tests have, and where; with arguments of their own."""

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from onebitd.core.handoff import Outcome
+from onebitd.core.handoff_filter import MAX_LIMIT
 from onebitd.services.history import FOLLOWER_RECORDS
-from onebitd.surfaces import cli, cli_problems
+from onebitd.surfaces import cli, cli_handoff_table, cli_handoffs, cli_problems
 
 PAGE = Path(__file__).parents[2] / "man" / "onebitctl.1"
 
@@ -91,8 +92,10 @@ def test_man_page_examples_parse() -> None:
 def test_man_page_numbers_are_those_of_the_program() -> None:
     """Limits, defaults and exit statuses in the page are the constants."""
     text = re.sub(r"\s+", " ", rendered())
-    assert f"0 to {cli.MAX_RECORDS}. The default is {cli.LISTED_RECORDS}" in text
-    assert f"it is {cli.FOLLOWED_RECORDS}." in text
+    assert f"0 to {MAX_LIMIT}. The default is {cli_handoffs.LISTED_RECORDS}" in text
+    assert f"it is {cli_handoffs.FOLLOWED_RECORDS};" in text
+    assert f"From {cli_handoff_table.WIDE_COLUMNS} columns on" in text
+    assert f"fewer than {cli_handoff_table.ONE_LINE_COLUMNS} columns" in text
     assert f"more than {FOLLOWER_RECORDS} handoffs behind" in text
     assert f"less than {cli_problems.RECENT_EXIT_S / 60:.0f} minutes ago" in text
     statuses = re.findall(r"^\.It (\d+)$", PAGE.read_text(), re.MULTILINE)
@@ -120,6 +123,8 @@ COMMANDS = (
     "reload",
     "lock",
     "advise",
+    "bench",
+    "try",
     "provider check",
     "provider reset",
     "state show",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onebitd.core.handoff import Outcome
+from onebitd.core.handoff import Outcome, Reason, Route
 from onebitd.surfaces import cli, daemon_args
 from tests.llama_builds import ROOT, require_program
 from tests.repo.test_cli_docs import commands, first_words, options_of
@@ -102,6 +102,9 @@ def test_onebitctl_completion_outcomes_are_those_of_the_code() -> None:
     assert completed("onebitctl", "handoffs", "--outcome", "") == list(Outcome)
     assert completed("onebitctl", "handoffs", "--outcome", "=") == list(Outcome)
     assert completed("onebitctl", "handoffs", "--outcome", "=", "fal") == ["fallback"]
+    assert completed("onebitctl", "handoffs", "--reason", "") == list(Reason)
+    assert completed("onebitctl", "handoffs", "--route", "") == list(Route)
+    assert "yesterday" in completed("onebitctl", "handoffs", "--since", "")
     assert completed("onebitctl", "handoffs", "-n", "") == []
 
 

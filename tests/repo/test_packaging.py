@@ -92,7 +92,7 @@ def test_wheel_carries_every_module_and_nothing_else(wheel_names: list[str]) -> 
     sources = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "onebitd").rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".html") or path.name == "py.typed"
     }
     prefix = f"onebitd-{onebitd.__version__}."
     inside = {name for name in wheel_names if not name.startswith(prefix)}

@@ -193,7 +193,7 @@ async def test_audit_drift_is_a_strike_and_the_last_one_takes_the_provider_out_o
         assert "strike 1 of 2" in drifts[0]["line"]
         assert "provider_out_of_service" in [entry["event"] for entry in logs]
 
-        runs, targets = len(it.rig.history.recent(100)), len(it.targets())
+        runs, targets = len(it.rig.history.recent()), len(it.targets())
         asked = await it.rig.ask(PROMPT)
         assert (
             it.targets()[targets:][-2] == "erase"
@@ -206,7 +206,7 @@ async def test_audit_drift_is_a_strike_and_the_last_one_takes_the_provider_out_o
         assert "onebitctl provider reset" in asked.record["detail"]
         error = await it.rig.refused(PROMPT, policy=Policy.STRICT)
         assert (error.status, error.reason) == (502, "breaker_open")
-        assert len(it.rig.history.recent(100)) == runs + 3
+        assert len(it.rig.history.recent()) == runs + 3
 
         it.spoil("nothing")
         reset = it.audits.reset()

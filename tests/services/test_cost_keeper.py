@@ -21,7 +21,8 @@ import trio.testing
 
 from onebitd.core.costs import Costs
 from onebitd.core.handoff import Route
-from onebitd.services.cost_keeper import RETRY_S, CostKeeper
+from onebitd.services.cost_keeper import CostKeeper
+from onebitd.services.late_writes import RETRY_S
 
 SUBJECT = {"model": "/m.gguf 123", "decoder": "b10434", "provider": "/usr/bin/npu"}
 NOW = 1.8e9

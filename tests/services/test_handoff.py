@@ -21,11 +21,13 @@ import trio.testing
 
 from onebitd.adapters import llama_server, provider_process
 from onebitd.adapters.device_lock import DeviceLock
+from onebitd.adapters.device_sysfs import DeviceReader
 from onebitd.adapters.process import Child
 from onebitd.core import request, state_check, state_file
 from onebitd.core.config import Policy
 from onebitd.core.config_resolve import resolve
 from onebitd.core.errors import BackendError, RequestError
+from onebitd.core.handoff_filter import HandoffFilter
 from onebitd.core.state_layout import Layout
 from onebitd.services import provider_runs
 from onebitd.services import supervisor as supervisor_module
@@ -33,6 +35,7 @@ from onebitd.services.admission import Admission
 from onebitd.services.handoff import Handoffs
 from onebitd.services.history import History
 from onebitd.services.supervisor import Supervisor
+from onebitd.services.telemetry import Telemetry, Watch
 from tests.core.state_files import Kv, Recr, build
 from tests.harness import STANDINS, is_alive
 from tests.services.rig import Home, home, lose_what_is_restored, running
@@ -147,7 +150,7 @@ class Rig:
 
     def last(self) -> dict[str, Any]:
         """Return the last record."""
-        return self.history.recent(1)[0]
+        return self.history.recent(HandoffFilter(limit=1))[0]
 
     def provider_runs(self) -> list[dict[str, Any]]:
         """Return what each provider run wrote at its start."""
@@ -323,6 +326,41 @@ async def test_exchange_stream_is_used_too_and_its_first_byte_is_timed(place: Ho
         assert asked.record["first_byte_ms"] > 0
 
 
+class WatchedTelemetry(Telemetry):
+    """Writes down what a request tells its watch."""
+
+    def __init__(self) -> None:
+        super().__init__(DeviceReader(Path("/nonexistent")))
+        self.told: list[str] = []
+
+    def watch(self) -> Watch:
+        told = self.told
+
+        class Told(Watch):
+            def first_byte(self) -> None:
+                told.append("first byte")
+
+            def end(self) -> float | None:
+                told.append("end")
+                return 42.0
+
+        told.append("begin")
+        return Told(set())
+
+
+async def test_exchange_has_its_devices_watched_from_its_start_to_its_end(place: Home) -> None:
+    """The reply's first byte once, and the end whatever that is; the figure is in the record."""
+    async with rigged(place) as rig:
+        telemetry = rig.handoffs.telemetry = WatchedTelemetry()
+        assert (await rig.ask(stream=True)).record["gpu_busy_percent"] == 42.0
+        assert telemetry.told == ["begin", "first byte", "end"]
+        telemetry.told.clear()
+        rig.mode("exit:3")
+        await rig.refused(policy=Policy.STRICT)
+        assert rig.last()["gpu_busy_percent"] == 42.0
+        assert telemetry.told == ["begin", "end"]
+
+
 async def test_exchange_prompt_of_ids_is_not_tokenized(place: Home) -> None:
     """The ids are there already."""
     async with rigged(place) as rig:
@@ -409,7 +447,7 @@ async def test_exchange_every_fault_of_the_provider_falls_back_to_the_decoder(
             assert asked.headers[b"x-onebit-handoff"] == b"fallback"
             assert asked.headers[b"x-onebit-reason"] == reason.encode()
             assert rig.nothing_is_left(), mode
-        assert "no XDNA device" in str(rig.history.recent(100))
+        assert "no XDNA device" in str(rig.history.recent())
         assert "restore" not in str(rig.decoder_targets()), "none of them reached the decoder"
 
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from onebitd.core.handoff import Outcome, Reason, Route
 from onebitd.core.metrics import METRICS, Kind
 from onebitd.services.history import History
-from onebitd.services.metrics import Metrics
+from onebitd.services.metrics import KEPT_S, Metrics, Sparing
 from tests.surfaces.control_server import make_record, make_status
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -150,3 +150,21 @@ def test_exposition_holds_no_word_of_a_record_or_a_path() -> None:
         assert "secret" not in body
         assert "/" not in body
         assert "qwen" not in body
+
+
+def test_sparing_makes_one_for_all_who_ask_at_once_and_a_new_one_after() -> None:
+    """Whoever floods the listener costs the loop no more than a few scrapes a second."""
+    made: list[str | None] = []
+    now = 100.0
+
+    def make(accept: str | None) -> tuple[str, bytes]:
+        made.append(accept)
+        return "text", b"%d" % len(made)
+
+    sparing = Sparing(make, lambda: now)
+    assert [sparing.exposition(None)[1] for _ in range(5)] == [b"1"] * 5
+    assert [sparing.exposition(OPENMETRICS)[1] for _ in range(5)] == [b"2"] * 5
+    assert sparing.exposition("*/*")[1] == b"1"
+    now += KEPT_S
+    assert sparing.exposition(None)[1] == b"3"
+    assert made == [None, OPENMETRICS, None]

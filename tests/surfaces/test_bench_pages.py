@@ -6,15 +6,16 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from onebitd.core.bench_plan import DECODER
-from onebitd.core.bench_report import report
+from onebitd.core.bench_report import Sample, report
 from onebitd.surfaces import bench_pages as pages
 from onebitd.surfaces import bench_plot
 from onebitd.surfaces.bench_pages import Bench
-from tests.core.test_bench_report import Sample, runs, sample
+from tests.core.test_bench_report import runs, sample
 
 BENCH = Bench(
     "qwen3-4b", "/usr/lib/onebit/npu-prefill", 8192, (128, 512), (DECODER, "file"), 3, 16, "s"
@@ -149,7 +150,7 @@ def test_page_one_run_of_each_shows_no_difference() -> None:
 
 def test_page_decode_speed_is_that_of_the_longest_prompt() -> None:
     """With and without a handoff."""
-    more = {"reply_tokens": 16}
+    more: dict[str, Any] = {"reply_tokens": 16}
     samples = [
         sample(128, DECODER, 50, decode_ms=100.0, **more),
         sample(128, "file", 60, decode_ms=100.0, **more),

@@ -1,4 +1,4 @@
-"""`onebitctl handoffs`: its table at every width, its summary, its filters, and its history file."""
+"""`onebitctl handoffs`: its table at every width, its summary, its filters, its history file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import os
 import pty
 import re
 import signal
+import socket
 import struct
 import subprocess
+import sys
+import tempfile
 import termios
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -22,12 +25,14 @@ from typing import Any
 import pytest
 import trio
 
+from onebitd.adapters.history_store import HistoryStore, Keep
 from onebitd.client import AccessDenied, NoDaemon
 from onebitd.core.errors import UsageError
 from onebitd.core.first_byte import PARTS, parts_of
 from onebitd.core.handoff import FIELDS, Outcome, Reason, Route
 from onebitd.core.handoff_summary import summarise
-from onebitd.surfaces import cli_bar, cli_handoff_summary, cli_handoffs
+from onebitd.surfaces import cli_bar, cli_handoff_summary
+from onebitd.surfaces.cli_handoff_csv import csv_lines
 from onebitd.surfaces.cli_handoff_table import (
     ONE_LINE_COLUMNS,
     WIDE_COLUMNS,
@@ -37,7 +42,7 @@ from onebitd.surfaces.cli_handoff_table import (
 )
 from onebitd.surfaces.cli_history_file import choose_history
 from onebitd.surfaces.cli_width import columns_of, cut
-from tests.surfaces.cli_child import PROGRAM, Served, environment, serving
+from tests.surfaces.cli_child import INSTANCE, PROGRAM, Served, environment, run, serving
 from tests.surfaces.control_server import make_record
 
 TODAY = dt.date(2026, 5, 1)
@@ -145,16 +150,16 @@ PIPED = AT_100.replace(
 SUMMARY_AT_100 = """\
 5 handoffs, Fri 2026-05-01 12:00:01 to Sat 2026-05-02 09:00:00
 
-OUTCOME              COUNT   SHARE  1ST BYTE p50, p95
-used                     2  40.0 %  88.3 ms    140 ms
-fallback                 1  20.0 %   1.52 s    1.52 s
-skipped                  1  20.0 %    123 s     123 s
-cancelled                1  20.0 %        -         -
+OUTCOME              COUNT    SHARE  1ST BYTE p50, p95
+used                     2   40.0 %  88.3 ms    140 ms
+fallback                 1   20.0 %   1.52 s    1.52 s
+skipped                  1   20.0 %    123 s     123 s
+cancelled                1   20.0 %        -         -
 
-REASON             OUTCOME      COUNT   SHARE  1ST BYTE p50, p95  MEANING
-provider_exit      fallback         1  20.0 %   1.52 s    1.52 s  the provider failed
-client_gone        cancelled        1  20.0 %        -         -  the client left
-unsupported_model  skipped          1  20.0 %    123 s     123 s  not possible with this model
+REASON             OUTCOME      COUNT    SHARE  1ST BYTE p50, p95  MEANING
+provider_exit      fallback         1   20.0 %   1.52 s    1.52 s  the provider failed
+client_gone        cancelled        1   20.0 %        -         -  the client left
+unsupported_model  skipped          1   20.0 %    123 s     123 s  not possible with this model
 
                                   all                used            fallback             skipped
 PART                    p50       p95       p50       p95       p50       p95       p50       p95
@@ -183,8 +188,9 @@ async def served() -> AsyncGenerator[Served]:
 
 @pytest.fixture(autouse=True)
 def zone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are shown in UTC."""
+    """Times are shown in UTC, and no service of this machine is looked at."""
     monkeypatch.setenv("TZ", "UTC")
+    monkeypatch.setattr("onebitd.core.paths.SYSTEM_STATE", "/nonexistent/onebitd")
 
 
 def drawn(
@@ -258,6 +264,12 @@ def test_bar_of_any_record_is_as_wide_as_asked(record: Any, width: int) -> None:
     for colour, blocks in ((False, True), (True, True), (True, False)):
         parts = parts_of(record.fields())
         assert len(plain(cli_bar.bar(parts, width, colour=colour, blocks=blocks))) == width
+
+
+def test_bar_three_parts_in_one_column_are_the_first_and_the_largest_of_the_others() -> None:
+    """A character has two colours."""
+    parts = {"queue": 2.0, "lock": 2.0, "decoder": 4.0}
+    assert cli_bar.bar(parts, 1, colour=True, blocks=True) == "\x1b[33;44m▎\x1b[0m"
 
 
 def test_bar_letters_and_colours_are_one_for_each_part() -> None:
@@ -400,7 +412,7 @@ def test_csv_is_every_field_in_order_and_nothing_for_a_spreadsheet_to_run() -> N
     """RFC 4180; what is absent is empty; a formula of a client's making is a text."""
     shown = '=HYPERLINK("http://x"), "y"'
     record = make_record(request_id=shown, detail="a\n+b", first_byte_ms=1.5).fields()
-    lines = list(cli_handoffs.csv_lines([record, {"outcome": "used", "future": 1}]))
+    lines = list(csv_lines([record, {"outcome": "used", "future": 1}]))
     assert all(line.endswith("\r\n") and line.count("\n") == 1 for line in lines)
     assert lines[0] == ",".join(FIELDS) + "\r\n"
     first, second = csv.DictReader(io.StringIO("".join(lines), newline=""))
@@ -413,7 +425,7 @@ def test_csv_is_every_field_in_order_and_nothing_for_a_spreadsheet_to_run() -> N
 @pytest.mark.parametrize("text", ["=1", "+1", "-1", "@x", " =1", "\t=1"])
 def test_csv_text_that_starts_like_a_formula_gets_an_apostrophe(text: str) -> None:
     """Numbers of ours do not, they are numbers."""
-    (_, line) = cli_handoffs.csv_lines([{"detail": text, "queue_ms": 1.0}])
+    (_, line) = csv_lines([{"detail": text, "queue_ms": 1.0}])
     assert f",'{text.replace(chr(9), ' ')}," in line
     assert ",1.0," in line
 
@@ -472,6 +484,100 @@ def test_choose_history_fallback_directory_that_is_not_private_is_passed_over(
     tmp_path.chmod(0o755)
     with pytest.raises(NoDaemon):
         choose_history("a", {}, os.geteuid() or NOBODY, GONE)
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> dict[str, str]:
+    """The environment in which an instance has left a history and does not run."""
+    path = tmp_path / "onebitd" / INSTANCE / "history.db"
+    store = HistoryStore(path)
+    store.open()
+    rows = [(number, record.fields()) for number, record in enumerate(RECORDS, start=1)]
+    store.write(rows, Keep(1000, 0))
+    store.close()
+    return {
+        "XDG_STATE_HOME": str(tmp_path),
+        "STATE_DIRECTORY": str(path.parent),
+        "XDG_RUNTIME_DIR": str(tmp_path / "none"),
+    }
+
+
+async def test_handoffs_without_a_daemon_are_those_of_the_history_file(
+    left: dict[str, str],
+) -> None:
+    """The table, the filters and the summary as ever, exit 0, and on stderr where it is from."""
+    file = f"{left['XDG_STATE_HOME']}/onebitd/{INSTANCE}/history.db"
+    done = await run("-i", INSTANCE, "handoffs", COLUMNS="100", **left)
+    assert (done.returncode, done.stdout.replace("Fri 2026-05-01\n", "", 1)) == (0, AT_100)
+    assert done.stderr.startswith(f"onebitctl: no onebitd runs for the instance {INSTANCE}: start")
+    assert done.stderr.endswith(f"; this is from its history file, {file}\n")
+    assert done.stderr.count("\n") == 1
+    for wanted in (("--route", "shared"), ("--since", "2026-05-02 08:59:59")):
+        done = await run("-i", INSTANCE, "handoffs", "--json", *wanted, **left)
+        assert [json.loads(line) for line in done.stdout.splitlines()] == [SHARED.fields()]
+    done = await run("-i", INSTANCE, "handoffs", "--summary", **left)
+    assert (done.returncode, done.stdout) == (0, SUMMARY_AT_100)
+    done = await run("-i", INSTANCE, "handoffs", "-f", **left)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "history" not in done.stderr
+
+
+async def test_handoffs_without_a_daemon_damaged_file_is_exit_1(left: dict[str, str]) -> None:
+    """It names the file, and is no traceback."""
+    file = Path(left["STATE_DIRECTORY"]) / "history.db"
+    file.write_bytes(b"no database" * 500)
+    done = await run("-i", INSTANCE, "handoffs", **left)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert str(file) in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+async def test_handoffs_without_a_daemon_named_by_its_socket_is_exit_3(
+    left: dict[str, str],
+) -> None:
+    """Whose history would that be?"""
+    done = await run("--socket", "/nonexistent", "handoffs", **left)
+    assert (done.returncode, done.stdout) == (3, "")
+
+
+async def test_handoffs_import_only_what_they_need(served: Served) -> None:
+    """The command line stays light: no SQLite while a daemon answers, no CSV for a table."""
+    served.view.history.add(USED)
+    script = (
+        "import sys; from onebitd.surfaces.cli import main\n"
+        f"main(['--socket', {str(served.socket)!r}, 'handoffs'])\n"
+        "print(*sys.modules, file=sys.stderr)\n"
+    )
+    done = await trio.run_process(
+        [sys.executable, "-c", script],
+        env=environment({}),
+        capture_stdout=True,
+        capture_stderr=True,
+    )
+    loaded = set(done.stderr.decode().split())
+    assert "onebitd.surfaces.cli_handoff_table" in loaded
+    unwanted = {"sqlite3", "csv", "unicodedata", "pathlib", "http.client", "trio", "asyncio"}
+    assert not loaded & (unwanted | {"onebitd.core.handoff_summary", "onebitd.core.when"})
+
+
+async def test_handoffs_daemon_that_knows_no_such_parameter_has_its_sentence_shown() -> None:
+    """One of an earlier version refuses a filter that it does not have."""
+    body = b'{"error": {"message": "unknown parameter \'reason\': there are limit"}}'
+    head = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with tempfile.TemporaryDirectory(prefix="ob") as name, socket.socket(socket.AF_UNIX) as ours:
+        ours.bind(f"{name}/c")
+        ours.listen()
+
+        def answer() -> None:
+            with ours.accept()[0] as theirs:
+                theirs.recv(65536)
+                theirs.sendall(head + body)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.to_thread.run_sync, answer)
+            done = await run("--socket", f"{name}/c", "handoffs", "--reason", "policy")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "answered 400: unknown parameter 'reason': there are limit" in done.stderr
 
 
 async def test_handoffs_of_a_daemon_are_a_table_and_filters_are_its_own(served: Served) -> None:

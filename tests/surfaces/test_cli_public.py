@@ -16,7 +16,7 @@ import pytest
 from onebitd.client import AccessDenied, BadAnswer, ControlClient, NoDaemon
 from onebitd.core.errors import ConfigError, RequestError
 from onebitd.core.handoff import Route
-from onebitd.surfaces import cli_bench, cli_public, public_http
+from onebitd.surfaces import cli_public, public_http
 from onebitd.surfaces.cli_public import PublicClient, address_in
 from onebitd.surfaces.relay import Client
 
@@ -24,17 +24,19 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close
 
 
 @contextlib.contextmanager
-def answering(*pieces: bytes) -> Iterator[tuple[str, list[bytes]]]:
+def answering(*pieces: bytes, path: str | None = None) -> Iterator[tuple[str, list[bytes]]]:
     """Serve one connection: read a request, send each piece by itself, close. Yield the address.
 
-    The list gets the request.
+    It is a Unix socket at `path`, if there is one. The list gets the request.
     """
     asked: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    family = socket.AF_INET if path is None else socket.AF_UNIX
+    with socket.socket(family) as listener:
+        listener.bind(("127.0.0.1", 0) if path is None else path)
+        listener.listen()
 
         def serve() -> None:
             connection, _ = listener.accept()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with connection:
                 connection.settimeout(10)
                 data = b""
@@ -49,7 +51,8 @@ def answering(*pieces: bytes) -> Iterator[tuple[str, list[bytes]]]:
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield "127.0.0.1:{1}".format(*listener.getsockname()), asked
+        name = listener.getsockname()
+        yield f"127.0.0.1:{name[1]}" if path is None else f"unix:{path}", asked
         thread.join(10)
 
 
@@ -57,6 +60,12 @@ def event(text: str) -> bytes:
     """Return one event of a streamed chat."""
     document = {"choices": [{"delta": {"content": text}}]}
     return b"data: " + json.dumps(document, ensure_ascii=False).encode() + b"\n\n"
+
+
+def refusal(status: int, message: str) -> bytes:
+    """Return an error reply."""
+    body = json.dumps({"error": {"message": message}}).encode()
+    return b"HTTP/1.1 %d No\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
 def texts(address: str, api_key: str | None = None) -> list[str]:
@@ -85,9 +94,7 @@ def test_stream_letter_split_over_pieces_comes_whole() -> None:
         ((b"",), "broke off"),
         ((b"garbage\r\n\r\n",), "broke off"),
         (
-            (
-                b'HTTP/1.1 503 No\r\nContent-Length: 36\r\n\r\n{"error":{"message":"Loading model"}}',
-            ),
+            (refusal(503, "Loading model"),),
             "answered 503: Loading model",
         ),
         ((b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 2\r\n\r\nno",), "502: Bad Gateway"),
@@ -102,7 +109,7 @@ def test_stream_that_is_no_whole_reply_is_an_error(pieces: Sequence[bytes], want
 
 def test_stream_key_that_is_refused_says_which_option_to_use() -> None:
     """And shows no key."""
-    reply = b'HTTP/1.1 401 No\r\nContent-Length: 38\r\n\r\n{"error":{"message":"Invalid API Key"}}'
+    reply = refusal(401, "Invalid API Key")
     with answering(reply) as (address, _), pytest.raises(AccessDenied) as raised:
         texts(address, "the key")
     assert "--api-key-file" in str(raised.value)
@@ -122,20 +129,8 @@ def test_stream_nobody_there_is_no_daemon() -> None:
 def test_stream_over_a_unix_socket_is_the_same(tmp_path: Path) -> None:
     """As systemd may pass one."""
     path = os.fspath(tmp_path / "http.sock")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(HEAD + event("hi") + b"data: [DONE]\n\n")
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        assert texts(f"unix:{path}") == ["hi"]
-        thread.join(10)
+    with answering(HEAD + event("hi") + b"data: [DONE]\n\n", path=path) as (address, _):
+        assert texts(address) == ["hi"]
 
 
 @pytest.mark.parametrize(
@@ -220,20 +215,3 @@ def test_route_header_that_cannot_be_met_is_refused() -> None:
         public_http._wanted_route(client_with(b"shared"), may_share=False)
     assert raised.value.status == 400
     assert public_http._wanted_route(client_with(b"file"), may_share=False) is Route.FILE
-
-
-@pytest.mark.parametrize(
-    ("wanted", "shared", "routes"),
-    [
-        (None, "off", ("file",)),
-        (None, "not supported by this decoder", ("file",)),
-        (None, "on", ("file", "shared")),
-        (None, "paused, tried again in 30 s", ("file", "shared")),
-        (("shared",), "on", ("shared",)),
-    ],
-)
-def test_bench_routes_are_those_that_the_daemon_takes(
-    wanted: tuple[str, ...] | None, shared: str, routes: tuple[str, ...]
-) -> None:
-    """By the status's own word about the shared one."""
-    assert cli_bench._possible(wanted, shared) == routes

@@ -23,6 +23,7 @@ from onebitd.core.control_api import (
 )
 from onebitd.core.handoff import Outcome, Reason
 from onebitd.core.recent_handoffs import RecentHandoffs, Typical
+from onebitd.core.telemetry import DeviceSample
 from onebitd.services.history import History
 from onebitd.surfaces import cli_problems, cli_recent, cli_status, cli_text
 from tests.surfaces.control_server import make_record, make_status
@@ -108,6 +109,21 @@ KILLED = LastExit("2026-05-01T12:09:20.000Z", "signal 9 (SIGKILL)")
 
 STATES: dict[str, dict[str, Any]] = {
     "ready": ready(slot=SlotStatus(True, "decode", "3f9a", 2.13), queue=QueueStatus(3, 64)),
+    "devices": ready(
+        devices=[
+            DeviceSample(
+                kind="gpu",
+                name="card0",
+                driver="amdgpu",
+                busy_percent=87.0,
+                clocks={"sclk": 2400.0, "mclk": 1000.0},
+            ),
+            DeviceSample(kind="npu", name="accel0", driver="amdxdna", power_state="active"),
+            DeviceSample(
+                kind="cpu", name="k10temp", driver="k10temp", temperature_c=61.4, power_w=95.2
+            ),
+        ]
+    ),
     "fresh": fresh(listen_passed=True, uptime_s=12.0),
     "loading": fresh(
         state="loading",
@@ -187,7 +203,7 @@ def test_status_page_of_each_state_is_the_looked_at_page(state: str) -> None:
         assert max(map(len, page.split("\n"))) <= columns
         shown.append(f"--- {columns} columns\n{page}\n")
     assert "".join(shown) == (PAGES / f"{state}.txt").read_text()
-    fine = state in ("ready", "fresh")
+    fine = state in ("ready", "fresh", "devices")
     assert cli_problems.is_fine(STATES[state], NOW) is fine
 
 

@@ -105,6 +105,32 @@ async def test_status_is_the_whole_of_the_dataclass_in_its_order(control: Contro
     assert body["handoffs"]["by_reason"] == {"lock_busy": 1}
 
 
+@pytest.mark.parametrize(
+    ("accept", "content_type", "end"),
+    [
+        ("", "text/plain; version=0.0.4; charset=utf-8", ""),
+        (
+            "Accept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5\r\n",
+            "application/openmetrics-text; version=1.0.0; charset=utf-8",
+            "# EOF",
+        ),
+    ],
+)
+async def test_metrics_are_in_the_format_that_is_asked_for(
+    control: Control, accept: str, content_type: str, end: str
+) -> None:
+    """`/metrics` is no JSON; what the history gets is counted there."""
+    control.view.history.add(make_record(0, Outcome.FALLBACK, reason=Reason.LOCK_BUSY))
+    head = f"GET /metrics HTTP/1.1\r\nHost: x\r\n{accept}\r\n"
+    async with await talk(control.path, head.encode()) as stream:
+        status, headers, body = await read_reply(stream)
+    assert (status, headers["content-type"]) == (200, content_type)
+    told = body.decode().splitlines()
+    labels = 'outcome="fallback",reason="lock_busy",route="none"'
+    assert f"onebitd_handoffs_total{{{labels}}} 1.0" in told
+    assert end in ("", told[-1])
+
+
 async def test_requests_are_those_of_the_view_in_its_order(control: Control) -> None:
     """`/v1/requests` says what is known of each, null for the rest."""
     assert (await control.ask("/v1/requests"))[2] == {"requests": []}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from onebitd.adapters import listeners
 from onebitd.adapters.systemd import ServiceManager
 from onebitd.core.config import Config
 from onebitd.core.config_resolve import resolve
-from onebitd.core.errors import ConfigError
+from onebitd.core.errors import ConfigError, InstanceTaken
 from onebitd.surfaces.listening import admit_to_control, open_listeners
 
 
@@ -129,3 +130,57 @@ def test_admit_to_control_serves_us_and_no_stranger(tmp_path: Path) -> None:
         refused = admit(client)
     assert refused is not None
     assert (refused.status, refused.kind) == (403, "permission_error")
+
+
+def config_with_metrics(listen: str) -> Config:
+    """Return a configuration whose public port is free, and a listener for scrapers."""
+    file = {"model": {"path": "/m.gguf"}, "http": {"port": 0}, "metrics": {"listen": listen}}
+    return resolve(instance="test", file=file)
+
+
+@pytest.mark.parametrize(("listen", "host"), [("127.0.0.1:0", "127.0.0.1"), ("[::1]:0", "[::1]")])
+def test_open_listeners_metrics_are_where_they_are_wanted(
+    tmp_path: Path, listen: str, host: str
+) -> None:
+    """One listener more, on its own address, of either family; keys are not asked for."""
+    if host == "[::1]":
+        with bound(socket.AF_INET6, ("::1", 0)):
+            pass
+    found = open_listeners(
+        config_with_metrics(listen), cast("ServiceManager", Passed({})), tmp_path
+    )
+    with contextlib.ExitStack() as stack:
+        for one in (*found.public, *found.control, *found.metrics):
+            stack.enter_context(one)
+        (listener,) = found.metrics
+        (address,) = found.metrics_addresses
+        assert address == f"{host}:{listener.getsockname()[1]}"
+        assert not listener.get_inheritable()
+        assert address not in found.addresses
+
+
+def test_open_listeners_metrics_none_without_the_key(tmp_path: Path) -> None:
+    """Off by default."""
+    found = open_listeners(config_of(), cast("ServiceManager", Passed({})), tmp_path)
+    for one in (*found.public, *found.control):
+        one.close()
+    assert (found.metrics, found.metrics_addresses) == ([], [])
+
+
+def test_open_listeners_metrics_port_that_is_taken_leaves_nothing_open(tmp_path: Path) -> None:
+    """The line names port, address and key; the public listener is closed again."""
+    with bound(socket.AF_INET, ("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        before = sorted(os.listdir("/proc/self/fd"))
+        with pytest.raises(InstanceTaken) as caught:
+            opened(config_with_metrics(f"127.0.0.1:{port}"), tmp_path)
+        assert sorted(os.listdir("/proc/self/fd")) == before
+    assert str(caught.value).startswith(f"port {port} on 127.0.0.1 is taken by pid {os.getpid()}")
+    assert str(caught.value).endswith("choose another port with metrics.listen")
+    assert not (tmp_path / "control.sock").exists()
+
+
+def test_open_listeners_metrics_address_that_is_not_here_names_its_key(tmp_path: Path) -> None:
+    """Not http.host, which is fine."""
+    with pytest.raises(ConfigError, match=r"^metrics\.listen: cannot listen on 192\.0\.2\.1"):
+        opened(config_with_metrics("192.0.2.1:9464"), tmp_path)

@@ -13,11 +13,16 @@ from onebitd.core.audit import LastAudit
 from onebitd.core.backend_state import BackendState
 from onebitd.core.breaker import BreakerStatus, FailureClass, State
 from onebitd.core.config_resolve import resolve
-from onebitd.core.control_api import AuditStatus, LastExit
+from onebitd.core.control_api import AuditStatus, LastExit, PolicyStatus
+from onebitd.core.costs import Costs
+from onebitd.core.handoff import Route
+from onebitd.core.recent_handoffs import LOOKED_AT
 from onebitd.services.admission import Admission
 from onebitd.services.history import History
 from onebitd.services.share_route import ShareRoute
+from onebitd.surfaces import status_view as status_view_module
 from onebitd.surfaces.status_view import StatusView
+from tests.surfaces.control_server import make_record
 
 ABORTED = "signal 6 (SIGABRT): GGML_ASSERT('a secret prompt') failed"
 KILLED = "no answer within 600 s (backend.load_timeout_s) (signal 9 (SIGKILL))"
@@ -131,6 +136,8 @@ def status_view(tmp_path: Path, handoffs: dict[str, Any], file: dict[str, Any]) 
         "audits": SimpleNamespace(warning=None, out_of_service=None, status=AuditStatus),
         "breaker": SimpleNamespace(brief=None, out_of_service=None, status=BreakerStatus),
         "route_off": None,
+        "keeper": SimpleNamespace(costs=Costs()),
+        "telemetry": SimpleNamespace(latest=tuple),
     }
     config = resolve(
         instance="x",
@@ -211,3 +218,78 @@ def test_status_provider_shared_is_the_route_as_this_decoder_has_it(
     if refused_by is not None:
         found._handoffs.shares._refused = (refused_by, "it cannot export")
     assert found.status().to_json()["provider"]["shared"] == shared
+
+
+# --- what the last handoffs were like, and what the policy makes of them -------------------------
+
+
+def learned() -> Costs:
+    """Return costs of a provider that wins from some length on."""
+    costs = Costs()
+    for tokens in (100, 300, 700, 1500):
+        costs.note_provider(
+            Route.FILE, tokens, 40 + tokens * 0.2, overlapped=False, cold=False, now=1.0
+        )
+        costs.note_decoder(0, tokens, tokens * 2.0, overlapped=False, now=1.0)
+        costs.note_decoder(tokens, 1, 2.0, overlapped=False, now=1.0)
+        costs.note_restore(tokens * 30_000, tokens * 0.02, 1.0)
+        costs.note_state(tokens, tokens * 30_000)
+    return costs
+
+
+WITH_PROVIDER = {"provider": {"program": "/bin/npu"}}
+
+
+def test_status_policy_is_null_without_a_provider(tmp_path: Path) -> None:
+    """Nothing can be handed over, whatever the policy."""
+    assert status_view(tmp_path, {}, {}).status().policy is None
+
+
+def test_status_policy_tells_what_is_missing_until_it_is_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worked out now and then, and at once after a change of the configuration."""
+    monkeypatch.setattr(status_view_module, "_POLICY_KEPT_S", 3600.0)
+    keeper = SimpleNamespace(costs=Costs())
+    found = status_view(tmp_path, {"keeper": keeper}, WITH_PROVIDER)
+    assert found.status().policy == PolicyStatus("auto", "file", ["decoder", "provider"])
+    keeper.costs = learned()
+    assert found.status().policy == PolicyStatus("auto", "file", ["decoder", "provider"])
+    found.reconfigure(found._config)
+    policy = found.status().policy
+    assert policy is not None
+    (stretch,) = policy.wins
+    assert 2 < stretch[0] < 100
+    assert (stretch[1], policy.last, policy.missing) == (511, 511, [])
+    assert policy.best_factor is not None
+    assert policy.best_factor > 2
+
+
+def test_status_policy_of_a_route_that_is_not_known_yet_is_told_without_figures(
+    tmp_path: Path,
+) -> None:
+    """What the file route costs says nothing about the shared one."""
+    keeper = SimpleNamespace(costs=learned())
+    found = status_view(tmp_path, {"keeper": keeper}, WITH_PROVIDER | {"handoff": {"share": True}})
+    assert found.status().policy == PolicyStatus("auto", "shared")
+
+
+def test_status_recent_has_the_last_records_only(tmp_path: Path) -> None:
+    """The first ones do not count for ever, and what they would have taken is from the costs."""
+    found = status_view(tmp_path, {"keeper": SimpleNamespace(costs=learned())}, {})
+    for first_byte_ms in (1.0, *[100.0] * LOOKED_AT):
+        found.history.add(make_record(first_byte_ms=first_byte_ms))
+    recent = found.status().recent
+    assert (recent.count, recent.used.count) == (LOOKED_AT, LOOKED_AT)
+    assert recent.used.first_byte_ms == 100.0
+    assert recent.used.saved_sum_ms == pytest.approx(LOOKED_AT * (2 * 307 - 100), rel=0.1)
+
+
+def test_status_history_problem_is_that_of_now(tmp_path: Path) -> None:
+    """Once it works again, nothing is wrong any more."""
+    problems = ["no space left"]
+    found = status_view(tmp_path, {}, {})
+    found._history_problem = lambda: next(iter(problems), None)
+    assert found.status().history_problem == "no space left"
+    problems.clear()
+    assert found.status().to_json()["history_problem"] is None

@@ -1,0 +1,291 @@
+"""Keeps the handoffs of the past in a file: written soon after each, read where memory ends.
+
+The file never harms serving: the loop only ever appends to a list, one thread call at a time
+writes, and what cannot be written waits, a bounded number, until it can or is lost with a warning.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime as dt
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import structlog
+import trio
+
+from onebitd.adapters import history_reading as reading
+from onebitd.adapters.history_key import load_key
+from onebitd.adapters.history_store import HistoryDamaged, HistoryFileError, HistoryStore, Keep
+from onebitd.core import paths
+from onebitd.core.config import HistoryConfig
+from onebitd.core.handoff_filter import HandoffFilter
+from onebitd.core.handoff_summary import summarise
+from onebitd.services.history import Fields, History, encoded
+from onebitd.services.late_writes import LateWrites
+
+log = structlog.get_logger()
+_T = TypeVar("_T")
+
+KEY_FILE: Final = "history.key"
+MAX_PENDING: Final = 4096
+"""Records that wait for the file; beyond it the oldest are lost."""
+BATCH_RECORDS: Final = 1000
+PRUNE_EVERY_S: Final = 600.0
+"""Records grow old without a new one, too."""
+LOAD_WAIT_S: Final = 2.0
+"""A question right after the start waits so long for what the file has."""
+_READERS: Final = 2
+_CLOSE_S: Final = 2.0
+_PRUNE_PAUSE_S: Final = 0.05
+
+
+class HistoryKeeper:
+    """Has the file; the history passes it each record and asks it for older ones.
+
+    A record has a number in the history, 1 for the first of this daemon, and one in the file; both
+    count up together, so that what memory has and what the file has join without a gap.
+
+    Args:
+        history: of this daemon; the keeper attaches itself.
+        state: directory of the file.
+        settings: how much is kept.
+        now: the time, UTC.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        state: Path,
+        settings: HistoryConfig,
+        now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
+    ) -> None:
+        self._history = history
+        self._store = HistoryStore(Path(paths.history_file(str(state))))
+        self._settings = settings
+        self._now = now
+        self._pending: collections.deque[tuple[int, Fields]] = collections.deque()
+        self._lost = 0
+        self._offset: int | None = None
+        """A record's number in the file less that in the history; None until it was opened."""
+        self._written = 0
+        self._loaded = trio.Event()
+        self._is_restored = False
+        self._told: set[str] = set()
+        self._found_damage: HistoryDamaged | None = None
+        self._writes = LateWrites(self._write, every_s=PRUNE_EVERY_S, at_once=True)
+        self._readers = trio.CapacityLimiter(_READERS)
+        if settings.max_records:
+            history.hash_key = load_key(state / KEY_FILE)
+        history.attach(self)
+
+    def reconfigure(self, settings: HistoryConfig) -> None:
+        """Keep so much from now on; what is too much goes soon, in small steps."""
+        self._settings = settings
+        self._writes.touch()
+
+    def put(self, number: int, fields: Fields) -> None:
+        """Have a record written soon; it must not change any more. Never waits."""
+        if not self._settings.max_records:
+            return
+        if len(self._pending) >= MAX_PENDING:
+            self._pending.popleft()
+            self._lost += 1
+            if self._lost == 1:
+                line = f"{MAX_PENDING} handoffs wait for {self._store.path}: older ones are lost"
+                log.warning("history_lost", line=line)
+        self._pending.append((number, fields))
+        self._writes.touch()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Load the last records, then write until cancelled, and what is left at the end."""
+        task_status.started()
+        try:
+            await self._writes.run()
+        finally:
+            with trio.move_on_after(_CLOSE_S, shield=True):
+                await trio.to_thread.run_sync(self._store.close, abandon_on_cancel=True)
+            if lost := self._lost + len(self._pending):
+                log.warning("history_lost", line=f"{lost} handoffs are not in {self._store.path}")
+
+    async def _write(self) -> bool:
+        """Bring the file up to date; False when it cannot be, and is to be tried again."""
+        try:
+            try:
+                await self._bring_up_to_date()
+            except HistoryDamaged as error:
+                await self._set_aside(error)
+                await self._bring_up_to_date()
+        except HistoryFileError as error:
+            self._loaded.set()
+            self._warn(error)
+            return False
+        self._be_well()
+        return True
+
+    async def _bring_up_to_date(self) -> None:
+        if not self._settings.max_records:
+            await self._remove()
+            return
+        if (found := self._found_damage) is not None:
+            self._found_damage = None
+            raise found
+        if not self._store.is_open:
+            await self._open()
+        is_more = True
+        while is_more:
+            batch = list(itertools.islice(self._pending, BATCH_RECORDS))
+            rows = [(number + (self._offset or 0), fields) for number, fields in batch]
+            oldest = self._now() - dt.timedelta(days=self._settings.max_age_days)
+            keep = Keep(self._settings.max_records, reading.time_ms_of(oldest))
+            is_more = await _in_thread(partial(self._store.write, rows, keep))
+            if batch:
+                self._written = batch[-1][0]
+            while self._pending and self._pending[0][0] <= self._written:
+                self._pending.popleft()
+            if is_more:
+                await trio.sleep(_PRUNE_PAUSE_S)
+            is_more |= len(batch) == BATCH_RECORDS
+
+    async def _open(self) -> None:
+        last = await _in_thread(self._store.open)
+        # Numbers go on even if the file is a new one, or another one.
+        self._offset = max(self._offset or 0, last - self._written)
+        if not self._is_restored:
+            rows = await _in_thread(partial(self._store.last, self._history.limit))
+            offset = self._offset
+            self._history.restore([(key - offset, fields) for key, fields in rows])
+            self._is_restored = True
+            self._loaded.set()
+
+    async def _remove(self) -> None:
+        self._pending.clear()
+        self._loaded.set()
+        if await _in_thread(self._store.remove):
+            log.info("history_removed", line=f"history.max_records = 0: {self._store.path} removed")
+
+    async def _set_aside(self, error: HistoryDamaged) -> None:
+        stamp = f"{self._now():%Y%m%dT%H%M%S.%fZ}"
+        kept = await _in_thread(partial(self._store.set_aside, stamp))
+        line = f"{error}; a new history is begun, and the file is kept as {kept}"
+        log.warning("history_damaged", line=line)
+
+    @property
+    def problem(self) -> str | None:
+        """What is in the way of the file now; None when nothing is."""
+        return "; ".join(sorted(self._told)) or None
+
+    def _warn(self, error: HistoryFileError) -> None:
+        """Say once what is in the way, until it works again."""
+        if (text := str(error)) not in self._told:
+            self._told.add(text)
+            if self._lost:
+                text += f"; {self._lost} handoffs are lost by now"
+            line = f"{text}; until it can, the last {MAX_PENDING} handoffs wait in memory"
+            log.warning("history_not_written", line=line)
+
+    def _be_well(self) -> None:
+        if self._told:
+            self._told.clear()
+            lost, self._lost = self._lost, 0
+            line = f"{self._store.path} is written again"
+            line += f"; {lost} handoffs of the meantime are lost" if lost else ""
+            log.info("history_written_again", line=line)
+
+    async def wait_loaded(self) -> None:
+        """Wait until the history has what the file has, for a bounded time."""
+        with trio.move_on_after(LOAD_WAIT_S):
+            await self._loaded.wait()
+        self._loaded.set()  # nobody else waits for a disk that does not answer
+
+    async def first(self, wanted: HandoffFilter, below: int) -> int | None:
+        """Return where the records of the file begin that are wanted; None when there are none.
+
+        Args:
+            wanted: with its limit.
+            below: number of the oldest record that is not asked for.
+        """
+
+        def look() -> int:
+            with reading.opened(path) as connection:
+                return reading.first_id(connection, wanted, below + offset)
+
+        path, offset = str(self._store.path), self._offset
+        if offset is None or not self._settings.max_records:
+            return None
+        try:
+            return await self._read(look) - offset
+        except HistoryFileError as error:
+            self._complain(error)
+            return None
+
+    async def page(
+        self, wanted: HandoffFilter, first: int, below: int
+    ) -> tuple[int, list[bytes]] | None:
+        """Return where to go on, and the JSON of the next records from `first` on; None at the end.
+
+        Raises:
+            HistoryFileError: the file cannot be read any more.
+        """
+
+        def look() -> tuple[int, list[bytes]] | None:
+            with reading.opened(path) as connection:
+                rows = reading.page(connection, path, wanted, first + offset, below + offset)
+            if not rows:
+                return None
+            return rows[-1][0] + 1 - offset, encoded(fields for _, fields in rows)
+
+        path, offset = str(self._store.path), self._offset or 0
+        try:
+            return await self._read(look)
+        except HistoryFileError as error:
+            self._complain(error)
+            raise
+
+    async def summary(
+        self, wanted: HandoffFilter, below: int, memory: Sequence[Fields]
+    ) -> dict[str, Any]:
+        """Return the summary of what the file has below a number, and of `memory`."""
+        gone = False
+
+        def work() -> dict[str, Any]:
+            return summarise(itertools.chain(older(), memory))
+
+        def older() -> Iterator[Fields]:
+            if offset is None or first is None:
+                return
+            with reading.opened(path) as connection:
+                for _, fields in reading.pages(
+                    connection, path, wanted, first + offset, below + offset
+                ):
+                    if gone:
+                        return
+                    yield fields
+
+        first = await self.first(wanted, below)
+        path, offset = str(self._store.path), self._offset
+        try:
+            return await self._read(work)
+        except HistoryFileError as error:
+            self._complain(error)
+            return summarise(memory)
+        finally:
+            gone = True
+
+    async def _read(self, work: Callable[[], _T]) -> _T:
+        return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._readers)
+
+    def _complain(self, error: HistoryFileError) -> None:
+        """A reader found it: the writer is to look after it."""
+        self._warn(error)
+        if isinstance(error, HistoryDamaged):
+            self._found_damage = error
+        self._writes.touch()
+
+
+async def _in_thread(work: Callable[[], _T]) -> _T:
+    # Whoever comes after a call that nobody waited for any more waits for it in the store.
+    return await trio.to_thread.run_sync(work, abandon_on_cancel=True)
