@@ -93,7 +93,7 @@ def check(path: str, ctx_size: int | None, place: Place) -> tuple[list[Finding],
             text = sight.hidden_sentence("the model", path)
             return [failed("model.file", text, sight.show_fix(place, path))], None
         text = sight.sentence("the model", path, step, user)
-        fix = sight.access_fix(place, step, user, "r") or place.edit()
+        fix = sight.access_fix(place, step, "r") or place.edit()
         return [failed("model.file", text, fix)], None
     try:
         model = read(path)

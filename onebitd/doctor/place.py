@@ -68,7 +68,7 @@ class Place:
             directory = "~/.config/systemd/user"
         written = folded(["printf '%s\\n'", *map(shlex.quote, ("[Service]", *lines)), "|"])
         install = f"{self.manager}install -D -m 644 /dev/stdin"
-        file = f"{directory}/{self.unit}.d/{name}.conf"
+        file = f"{directory}/{self.unit}.d/zz-{name}.conf"  # the last one counts
         reload = folded([f"{self.systemctl} daemon-reload &&", self.restart])
         return f"{written}\n  {folded([install, file])}\n{reload}"
 

@@ -72,7 +72,7 @@ def check(name: str, what: str, path: str, place: Place, search: str | None) -> 
         if step.path == path and step.mode and not step.mode & 0o111:
             fix = f"{place.sudo}chmod a+rx {place_path(path)}"
             return failed(name, f"{what} {path} is not executable (mode {step.mode:04o})", fix)
-        fix = sight.access_fix(place, step, user, "rx") or place.edit()
+        fix = sight.access_fix(place, step, "rx") or place.edit()
         return failed(name, sight.sentence(what, path, step, user), fix)
     if os.path.isdir(path):
         return failed(name, f"{what} {path} is a directory", place.edit())

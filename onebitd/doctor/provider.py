@@ -74,7 +74,7 @@ def _check_elfs(elfs: str, place: Place) -> Finding:
         fix = sight.show_fix(place, f"{elfs}/x")
         return failed(name, sight.hidden_sentence("provider.elfs", elfs), fix)
     user = sight.own_name()
-    fix = sight.access_fix(place, step, user, "rx") or place.edit()
+    fix = sight.access_fix(place, step, "rx") or place.edit()
     return failed(name, sight.sentence("provider.elfs", elfs, step, user), fix)
 
 

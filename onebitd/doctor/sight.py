@@ -139,16 +139,19 @@ def in_unit(path: str) -> str:
     return '"' + text.replace('"', '\\"') + '"'
 
 
-def access_fix(place: Place, step: Step, user: str, letters: str) -> str | None:
-    """Return the command that lets a user pass a step; None where there is nothing to pass.
+def access_fix(place: Place, step: Step, letters: str) -> str | None:
+    """Return the command that lets the service pass a step; None where there is nothing to pass.
+
+    A directory can then be passed through, not listed. Access lists would be finer, and setfacl(1)
+    is not on every machine.
 
     Args:
-        letters: what the user needs of the last component, as in `r` or `rx`.
+        letters: what is needed of the last component, as in `r` or `rx`.
     """
     if step.why != "denied":
         return None
     wanted = "x" if step.is_directory else letters
-    return f"{place.sudo}setfacl -m u:{shlex.quote(user)}:{wanted} {shlex.quote(step.path)}"
+    return f"{place.sudo}chmod o+{wanted} {shlex.quote(step.path)}"
 
 
 def own_name() -> str:

@@ -91,7 +91,7 @@ def test_place_drop_in_is_a_command_that_a_shell_takes() -> None:
     joined = text.replace("\\\n", " ")
     words = shlex.split(joined.splitlines()[0])
     assert words[2:4] == ["[Service]", "BindReadOnlyPaths=/home/ann/my models"]
-    assert "/etc/systemd/system/onebitd@qwen.service.d/see.conf" in joined
+    assert "/etc/systemd/system/onebitd@qwen.service.d/zz-see.conf" in joined
     assert "sudo systemctl daemon-reload" in joined
     assert max(map(len, text.splitlines())) <= 73
 

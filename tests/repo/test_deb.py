@@ -83,12 +83,17 @@ def test_deb_version_of_an_early_release_sorts_before_it(version: str, debian: s
     assert script("build").debian_version(version) == debian
 
 
+ELSEWHERE = {"share/zsh/site-functions": "share/zsh/vendor-completions"}
+"""What packages of Debian have in another place than `/usr/local`."""
+
+
 def test_deb_carries_everything_that_is_installed(names: set[str]) -> None:
     """Programs, units, pages and all else that the wheel has for outside of the package."""
     shared = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["shared-data"]
     wanted = {f"usr/bin/{name}" for name in PROJECT["project"]["scripts"]}
     for source, target in shared.items():
         path = ROOT / source
+        target = ELSEWHERE.get(target, target)
         if path.is_dir():
             wanted |= {f"usr/{target}/{file.name}" for file in path.iterdir()}
         else:

@@ -20,6 +20,7 @@ from onebitd import client
 from onebitd.core import paths
 from onebitd.core.errors import UsageError
 from onebitd.core.handoff import Outcome
+from onebitd.core.handoff_filter import HandoffFilter, parse_time
 from tests.surfaces.control_server import FakeView, control_app, make_record, serve_unix
 
 NOBODY = 65534
@@ -73,7 +74,7 @@ async def test_client_real_server_answers_every_question(short_tmp: Path) -> Non
     control = client.ControlClient(str(path))
 
     def follow_two() -> list[str]:
-        with contextlib.closing(control.follow(2)) as records:
+        with contextlib.closing(control.follow(HandoffFilter(limit=2))) as records:
             return [next(records)["request_id"] for _ in range(2)]
 
     with trio.fail_after(60):
@@ -81,11 +82,14 @@ async def test_client_real_server_answers_every_question(short_tmp: Path) -> Non
             status = await trio.to_thread.run_sync(control.status)
             assert status == view.status().to_json()
             assert await trio.to_thread.run_sync(control.config) == view.config()
-            found = await trio.to_thread.run_sync(lambda: control.handoffs(5, outcome="fallback"))
+            wanted = HandoffFilter(limit=5, outcome="fallback")
+            found = await trio.to_thread.run_sync(control.handoffs, wanted)
             assert [record["request_id"] for record in found] == ["r1", "r2"]
-            since = "2026-05-01T14:00:02+02:00"
-            found = await trio.to_thread.run_sync(lambda: control.handoffs(5, since=since))
+            wanted = HandoffFilter(since=parse_time("2026-05-01T14:00:02+02:00"))
+            found = await trio.to_thread.run_sync(control.handoffs, wanted)
             assert [record["request_id"] for record in found] == ["r2"]
+            summary = await trio.to_thread.run_sync(control.summary, HandoffFilter())
+            assert summary["outcomes"] == {"used": 1, "fallback": 2}
             assert await trio.to_thread.run_sync(follow_two) == ["r1", "r2"]
 
 
@@ -95,8 +99,8 @@ async def test_client_error_answer_carries_the_daemons_words(short_tmp: Path) ->
     control = client.ControlClient(str(path))
     with trio.fail_after(60):
         async with serve_unix(control_app(FakeView()), path):
-            with pytest.raises(client.BadAnswer, match="answered 400: limit=5000: must be"):
-                await trio.to_thread.run_sync(control.handoffs, 5000)
+            with pytest.raises(client.BadAnswer, match="answered 400: limit=5000000: must"):
+                await trio.to_thread.run_sync(control.handoffs, HandoffFilter(limit=5_000_000))
 
 
 def test_client_no_socket_is_no_daemon(short_tmp: Path) -> None:
@@ -149,7 +153,7 @@ def test_client_answer_of_something_else_is_bad(short_tmp: Path, answer: bytes, 
         answering(short_tmp / "c", answer),
         pytest.raises(client.BadAnswer, match=words) as caught,
     ):
-        client.ControlClient(str(short_tmp / "c")).handoffs(1)
+        client.ControlClient(str(short_tmp / "c")).handoffs(HandoffFilter(limit=1))
     assert caught.value.exit_status == 1
 
 
@@ -168,7 +172,7 @@ def test_client_follow_connection_that_breaks_ends_the_iteration(short_tmp: Path
     """A killed daemon is the end of the stream, not an error in the middle of it."""
     answer = b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\na\r\n{"a": 12}\n\r\n'
     with answering(short_tmp / "c", answer):
-        assert list(client.ControlClient(str(short_tmp / "c")).follow(0)) == [{"a": 12}]
+        assert list(client.ControlClient(str(short_tmp / "c")).follow(HandoffFilter())) == [{"a": 12}]
 
 
 def _deny_group(path: Path) -> None:

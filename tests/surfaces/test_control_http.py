@@ -12,8 +12,11 @@ import trio
 
 from onebitd.core.control_api import ProviderReset, ReloadAnswer, RequestInFlight
 from onebitd.core.errors import ConfigError, RequestError
-from onebitd.core.handoff import Outcome, Reason
+from onebitd.core.config import HistoryConfig
+from onebitd.core.handoff import Outcome, Reason, Route
+from onebitd.core.handoff_summary import summarise
 from onebitd.services.history import FOLLOWER_RECORDS
+from onebitd.services.history_keeper import HistoryKeeper
 from tests.surfaces.control_server import (
     FakeView,
     control_app,
@@ -190,6 +193,10 @@ async def test_config_is_value_and_source_of_each_key(control: Control) -> None:
         ("?limit=0", []),
         ("?limit=1000&outcome=fallback", ["r0", "r10", "r20"]),
         ("?since=2026-05-01T12:00:23Z", ["r23", "r24"]),
+        ("?reason=lock_busy", ["r0", "r20"]),
+        ("?reason=lock_busy&limit=1", ["r20"]),
+        ("?route=shared&limit=2", ["r22", "r24"]),
+        ("?limit=1000000&route=file&outcome=fallback", []),
         ("?since=2026-05-01T14:00:23%2B02:00", ["r23", "r24"]),
         ("?since=2026-05-01T14:00:23+02:00", ["r23", "r24"]),
         ("?follow=0&limit=1", ["r24"]),
@@ -198,10 +205,12 @@ async def test_config_is_value_and_source_of_each_key(control: Control) -> None:
 async def test_handoffs_with_parameters_returns_the_newest_that_match(
     control: Control, query: str, expected: list[str]
 ) -> None:
-    """Twenty by default; limit, outcome and since narrow it; the newest is last."""
+    """Twenty by default; each parameter narrows it; the newest is last."""
     for number in range(25):
         outcome = Outcome.USED if number % 10 else Outcome.FALLBACK
-        control.view.history.add(make_record(number, outcome))
+        reason = None if number % 20 else Reason.LOCK_BUSY
+        route = None if number % 2 else Route.SHARED
+        control.view.history.add(make_record(number, outcome, reason=reason, route=route))
     status, _, body = await control.ask(f"/v1/handoffs{query}")
     assert status == 200
     assert [record["request_id"] for record in body["handoffs"]] == expected
@@ -210,8 +219,10 @@ async def test_handoffs_with_parameters_returns_the_newest_that_match(
 @pytest.mark.parametrize(
     ("query", "words"),
     [
-        ("limit=-1", "limit=-1: must be a number from 0 to 1000"),
-        ("limit=1001", "limit=1001"),
+        ("limit=-1", "limit=-1: must be a number from 0 to 1000000"),
+        ("reason=slow", "reason=slow: must be one of no_provider, not_text, "),
+        ("route=pipe", "route=pipe: must be one of file, shared"),
+        ("limit=1000001", "limit=1000001: must be a number from 0 to 1000000"),
         ("limit=ten", "limit=ten"),
         ("limit=", "limit="),
         ("limit=%D9%A3", "must be a number"),
@@ -221,7 +232,7 @@ async def test_handoffs_with_parameters_returns_the_newest_that_match(
         ("since=2026-05-01T00:00:00", "no RFC 3339 time"),
         ("follow=yes", "follow=yes: must be 1 or 0"),
         ("follow=1&limit=x", "limit=x"),
-        ("folow=1", "unknown parameter 'folow': there are limit, outcome, since, follow"),
+        ("folow=1", "unknown parameter 'folow': there are limit, outcome, reason, route, since"),
     ],
 )
 async def test_handoffs_bad_parameter_is_a_400_that_names_it(
@@ -233,6 +244,84 @@ async def test_handoffs_bad_parameter_is_a_400_that_names_it(
     assert words in body["error"]["message"]
     assert body["error"]["type"] == "invalid_request_error"
     assert body["error"]["code"] == 400
+
+
+@pytest.fixture
+async def long_ago(control: Control, tmp_path: Path) -> AsyncGenerator[Control]:
+    """The same with 1150 records, of which memory has the last 1000 and a file all."""
+    keeper = HistoryKeeper(control.view.history, tmp_path / "state", HistoryConfig(10_000, 36_500))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(keeper.run)
+        for number in range(1150):
+            control.view.history.add(make_record(number, path=f"/{number}", detail="x" * 300))
+        while keeper._pending:  # noqa: ASYNC110 - the keeper tells nobody
+            await trio.sleep(0.02)
+        yield control
+        nursery.cancel_scope.cancel()
+
+
+async def read_whole(path: Path, target: str) -> tuple[bytes, Any]:
+    """Return head and document of a reply of any length; HTTP/1.0, so it ends with the stream."""
+    stream = await talk(path, f"GET {target} HTTP/1.0\r\n\r\n".encode())
+    async with stream:
+        data = b""
+        while more := await stream.receive_some():
+            data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    return head, json.loads(body)
+
+
+@pytest.mark.parametrize(
+    ("query", "first"),
+    [("limit=1000000", 0), ("limit=1149", 1), ("limit=1000", 150), ("limit=60", 1090)],
+)
+async def test_handoffs_more_than_memory_has_come_from_the_file(
+    long_ago: Control, query: str, first: int
+) -> None:
+    """File and memory join in one document, in order, whatever its length."""
+    head, body = await read_whole(long_ago.path, f"/v1/handoffs?{query}")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert b"application/json" in head
+    assert [one["path"] for one in body["handoffs"]] == [f"/{n}" for n in range(first, 1150)]
+
+
+async def test_handoffs_follow_with_a_limit_beyond_memory_begins_in_the_file(
+    long_ago: Control,
+) -> None:
+    """The past from the file, then memory, then what comes."""
+    follow = await long_ago.follow("&limit=1100")
+    async with follow.stream:
+        assert [(await follow.line())["path"] for _ in range(1100)] == [
+            f"/{n}" for n in range(50, 1150)
+        ]
+        long_ago.view.history.add(make_record(1, path="/new"))
+        assert (await follow.line())["path"] == "/new"
+
+
+async def test_handoffs_summary_is_of_all_that_is_kept(long_ago: Control) -> None:
+    """What `summarise` makes of file and memory, filtered."""
+    long_ago.view.history.add(make_record(1, Outcome.FALLBACK, reason=Reason.LOCK_BUSY))
+    everything = long_ago.view.history.recent()
+    _, _, body = await long_ago.ask("/v1/handoffs/summary")
+    assert body["count"] == 1151
+    assert set(body) == set(summarise(everything))
+    _, _, body = await long_ago.ask("/v1/handoffs/summary?since=2026-05-01T12:19:00Z")
+    assert body["count"] == 10
+    _, _, body = await long_ago.ask("/v1/handoffs/summary?reason=lock_busy")
+    assert (body["count"], body["reasons"]) == (1, {"lock_busy": 1})
+    status, _, body = await long_ago.ask("/v1/handoffs/summary?follow=1")
+    assert status == 400
+    assert "unknown parameter 'follow'" in body["error"]["message"]
+
+
+async def test_handoffs_client_that_leaves_a_long_answer_is_no_harm(long_ago: Control) -> None:
+    """Nothing is read on for somebody who has left; the next one is served."""
+    for _ in range(5):
+        stream = await talk(long_ago.path, b"GET /v1/handoffs?limit=1150 HTTP/1.0\r\n\r\n")
+        await stream.receive_some(100)
+        await stream.aclose()
+    _, body = await read_whole(long_ago.path, "/v1/handoffs?limit=1150")
+    assert len(body["handoffs"]) == 1150
 
 
 async def test_unknown_path_is_a_json_404_that_lists_what_there_is(control: Control) -> None:

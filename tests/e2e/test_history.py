@@ -1,0 +1,159 @@
+"""The history of a real daemon: over restarts and kills, on a damaged file and on a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from onebitd.adapters.history_store import HistoryFileError, read_records
+from onebitd.core.handoff_filter import HandoffFilter
+from tests.e2e.standin_route import Route, quick_provider, running_route
+from tests.harness import wait_until
+
+WORDS = [" ".join(f"{name}{number}" for number in range(9)) for name in ("alpha", "beta")]
+
+
+@contextlib.contextmanager
+def running(state: Path, provider: Path) -> Iterator[Route]:
+    """Run a daemon with this state directory."""
+    with running_route(env={"STATE_DIRECTORY": str(state)}, provider=provider) as route:
+        yield route
+
+
+def in_file(state: Path) -> list[str]:
+    """Return the request ids that somebody finds in the file, [] while there is none."""
+    with contextlib.suppress(HistoryFileError):
+        found = read_records(str(state / "history.db"), HandoffFilter())
+        return [one["request_id"] for one in found]
+    return []
+
+
+def chat(route: Route, content: str, request_id: str) -> None:
+    """Have one chat served."""
+    reply = route.daemon.chat(content, headers={"X-Request-Id": request_id})
+    assert reply.status == 200
+
+
+def shown(route: Route) -> list[str]:
+    """Return the request ids that the daemon shows."""
+    return [one["request_id"] for one in route.daemon.handoffs()]
+
+
+@pytest.fixture(scope="module")
+def provider(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quick stand-in."""
+    return quick_provider(tmp_path_factory.mktemp("provider"))
+
+
+def test_history_restarted_and_killed_daemon_has_what_was_before(
+    tmp_path: Path, provider: Path
+) -> None:
+    """A stop keeps all, a SIGKILL all but the last second; prompts are told apart by a hash."""
+    state = tmp_path / "state"
+    with running(state, provider) as route:
+        for number, content in enumerate((WORDS[0], WORDS[1], WORDS[0])):
+            chat(route, content, f"first-{number}")
+        before = route.daemon.handoffs()
+    hashes = [one["prompt_hash"] for one in before]
+    assert hashes[0] == hashes[2] != hashes[1]
+    assert in_file(state) == ["first-0", "first-1", "first-2"]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in state.iterdir()} == {0o600}
+    data = b"".join(file.read_bytes() for file in state.glob("history.*"))
+    assert b"alpha" not in data
+
+    finished = {}
+    with running(state, provider) as route:
+        assert route.daemon.handoffs() == before
+        assert route.daemon.control("/v1/handoffs/summary")["count"] == 3
+        assert route.daemon.status()["handoffs"]["used"] == 0
+        chat(route, WORDS[0], "second-0")
+        assert route.daemon.last_handoff(4)["prompt_hash"] == hashes[0]
+        begun = time.monotonic()
+        while time.monotonic() < begun + 1.5:
+            name = f"second-{len(finished) + 1}"
+            chat(route, WORDS[1], name)
+            finished[name] = time.monotonic()
+        route.daemon.kill()
+    end = time.monotonic()
+    kept = in_file(state)
+    assert [name for name, moment in finished.items() if moment < end - 1 - 0.2] == [
+        name for name in kept if finished.get(name, end) < end - 1 - 0.2
+    ]
+    with running(state, provider) as route:
+        assert shown(route)[: len(kept)] == kept
+
+
+def test_history_damaged_file_is_set_aside_and_read_while_it_is_written(
+    tmp_path: Path, provider: Path
+) -> None:
+    """One warning, a new file, and every request served; `onebitctl` may look at any time."""
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "history.db").write_bytes(b"no database" * 1000)
+    with running(state, provider) as route:
+        for number in range(20):
+            chat(route, WORDS[number % 2], f"r{number}")
+            assert in_file(state) == [f"r{n}" for n in range(len(in_file(state)))]
+        wait_until(lambda: len(in_file(state)) == 20, "all are in the file")
+        (record,) = route.daemon.log_records("history_damaged")
+        assert record["level"] == "warning"
+        assert "history.db.damaged-" in record["line"]
+    (aside,) = state.glob("history.db.damaged-*")
+    assert aside.read_bytes() == b"no database" * 1000
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path) -> Iterator[None]:
+    """Mount a file system of 400 KiB."""
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", directory]
+    subprocess.run(mount, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", directory], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_history_full_disk_is_one_warning_and_no_request_notices(
+    tmp_path: Path, provider: Path
+) -> None:
+    """What waits is written as soon as there is room, in its order."""
+    state = tmp_path / "disk"
+    with small_disk(state), running(state, provider) as route:
+        chat(route, WORDS[0], "r0")
+        wait_until(lambda: in_file(state) == ["r0"], "the first is in the file")
+        ballast = state / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            for size in (4096, 1):
+                while file.write(b"x" * size):
+                    pass
+        for number in range(1, 60):
+            chat(route, WORDS[number % 2], f"r{number}")
+        wait_until(lambda: route.daemon.log_records("history_not_written"), "the warning")
+        assert shown(route) == [f"r{number}" for number in range(60)]
+        assert route.daemon.status()["state"] == "ready"
+        ballast.unlink()
+        everything = [f"r{number}" for number in range(60)]
+        wait_until(lambda: in_file(state) == everything, "all are in the file")
+        (warning,) = route.daemon.log_records("history_not_written")
+        assert "no room is left on its disk" in warning["line"]
+        assert "alpha" not in warning["line"]
+
+
+def test_history_state_directory_that_cannot_be_is_one_warning(
+    tmp_path: Path, provider: Path
+) -> None:
+    """A file in the directory's place: serving goes on, memory has the handoffs."""
+    (tmp_path / "file").touch()
+    with running(tmp_path / "file" / "state", provider) as route:
+        chat(route, WORDS[0], "r0")
+        assert shown(route) == ["r0"]
+        wait_until(lambda: route.daemon.log_records("history_not_written"), "the warning")
