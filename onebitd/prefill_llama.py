@@ -330,9 +330,12 @@ def open_at_once(path: str, flags: int) -> int:
 
 
 def choose_ctx_size(wanted: int, n_ids: int) -> int:
-    """Return the context to ask for: llama-server takes a prompt only if it is shorter."""
+    """Return the context to ask for: llama-server takes a prompt only if it is shorter.
+
+    One that has no room behind the token it makes all the same, it calls truncated.
+    """
     if wanted == 0:
-        return -(-(n_ids + 1) // CTX_STEP) * CTX_STEP
+        return -(-(n_ids + 2) // CTX_STEP) * CTX_STEP
     if wanted <= n_ids:
         raise PrefillError(
             EXIT_USAGE, f"--ctx-size {wanted}: the prompt has {n_ids} ids; give {n_ids + 1} or more"

@@ -143,15 +143,7 @@ def _from_outside(
     findings = daemon.judge(status, why_not, place)
     if facts:
         ours = [status["pid"]] if status is not None and "pid" in status else []
-        findings.append(
-            port.check(
-                str(facts.get("host")),
-                int(facts.get("port") or 0),
-                ours,
-                place,
-                has_socket_unit=_has_socket_unit(place),
-            )
-        )
+        findings.append(_port(facts, ours, place))
     if place.inside:
         compared = lock.compare(facts.get("lock_directory"), place)
         findings += [compared] if compared is not None else []
@@ -160,6 +152,11 @@ def _from_outside(
         return findings
     masked = unit.masked_drop_ins(place, unit.directories(place, environ))
     return [*findings, *unit.judge(found.shown, masked, facts, place)]
+
+
+def _port(facts: Mapping[str, Any], ours: Sequence[int], place: Place) -> Finding:
+    host, number = str(facts.get("host")), int(facts.get("port") or 0)
+    return port.check(host, number, ours, place, has_socket_unit=_has_socket_unit(place))
 
 
 def _has_socket_unit(place: Place) -> bool:

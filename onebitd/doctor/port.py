@@ -113,9 +113,11 @@ def check(
 
     Args:
         ours: processes whose socket it may be: the running daemon's.
-        has_socket_unit: systemd holds the port for this instance.
+        has_socket_unit: systemd holds a port for this instance, whatever the configuration says.
         root: in the place of `/`.
     """
+    if has_socket_unit:
+        return ok(NAME, f"systemd holds it, by onebitd-http@{place.instance}.socket")
     if port == 0:
         return ok(NAME, "any free port (http.port is 0)")
     listeners: list[Listener] = []
@@ -129,7 +131,7 @@ def check(
     if not taken:
         return ok(NAME, f"{where} is free")
     owners = [owner for one in taken for owner in owners_of(one.inode, root)]
-    return judge(where, owners, ours, place, has_socket_unit=has_socket_unit)
+    return judge(where, owners, ours, place)
 
 
 def judge(
@@ -137,8 +139,6 @@ def judge(
     owners: Collection[Owner],
     ours: Collection[int],
     place: Place,
-    *,
-    has_socket_unit: bool = False,
 ) -> Finding:
     """Say who has the port; see `check`.
 
@@ -148,8 +148,6 @@ def judge(
     for owner in owners:
         if owner.pid in ours or owner.unit == place.unit:
             return ok(NAME, f"{where} is this instance's own (pid {owner.pid})")
-    if has_socket_unit and (not owners or any(owner.pid == 1 for owner in owners)):
-        return ok(NAME, f"{where} is held by systemd, for onebitd-http@{place.instance}.socket")
     advice = "end it, or set another http.port"
     if not owners:
         text = f"{where} is taken by a process that cannot be seen from here: {advice}"

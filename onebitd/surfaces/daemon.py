@@ -272,7 +272,13 @@ class Daemon:
         )
 
     async def _run_services(self) -> None:
-        sources = Sources(self._view.status, self._view.costs, self._handoffs.in_flight)
+        view = self._view
+        sources = Sources(
+            partial(view.status, weighed=False),
+            view.look_at_lock,
+            view.costs,
+            self._handoffs.in_flight,
+        )
         page = Page(sources, enabled=self._config.http.page)
         self._history.listen(page.note)
         app = self._app = PublicApp(

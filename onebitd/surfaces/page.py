@@ -33,6 +33,7 @@ from typing import Any, Final
 import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope
 
+from onebitd.adapters.lock_probe import LockStatus
 from onebitd.core import page_view
 from onebitd.core.control_api import Status
 from onebitd.core.errors import RequestError
@@ -65,14 +66,17 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sources:
-    """Where the page's data comes from; nothing there waits.
+    """Where the page's data comes from.
 
     Attributes:
-        status, costs: as the control socket has them.
+        status: as the control socket has it; takes what was found of the lock.
+        look_at_lock: asks the kernel, which may take twenty milliseconds: called in a thread.
+        costs: as the control socket has them.
         in_flight: the requests that are being served.
     """
 
-    status: Callable[[], Status]
+    status: Callable[[LockStatus], Status]
+    look_at_lock: Callable[[], LockStatus]
     costs: Callable[[], Mapping[str, Any]]
     in_flight: InFlight
 
@@ -137,6 +141,7 @@ class Page:
         self._viewers: list[_Viewer] = []
         self._news = trio.Event()
         self._snapshot: _Snapshot | None = None
+        self._refreshing = trio.Lock()
         self._costs = ""
         self._costs_at = -_COSTS_EVERY_S
         self._costs_of = -1  # how many handoffs had finished by then
@@ -225,7 +230,8 @@ class Page:
         await viewer.begin()
         while not viewer.ended:
             news = self._news  # what comes while this is sent is news for the next turn
-            await self._refresh()
+            async with self._refreshing:
+                await self._refresh()
             text = self._news_for(viewer)
             if not text and trio.current_time() - viewer.sent_at >= _HEARTBEAT_S:
                 text = ": still here\n\n"
@@ -260,8 +266,9 @@ class Page:
         """See that what is shared by all viewers is new enough."""
         now = trio.current_time()
         if self._snapshot is None or now - self._snapshot.at >= _EVERY_S - _PAUSE_S / 2:
-            wall = dt.datetime.now(dt.UTC)
-            status = page_view.status_view(self._sources.status(), wall)
+            lock = await trio.to_thread.run_sync(self._sources.look_at_lock)
+            found = self._sources.status(lock)
+            status = page_view.status_view(found, dt.datetime.now(dt.UTC))
             requests = self._requests()
             self._snapshot = _Snapshot(now, _compact(status), _compact(requests))
         if self._costs_of != self._finished and now - self._costs_at >= _COSTS_EVERY_S:

@@ -128,8 +128,19 @@ class StatusView:
         route = None if off is None else f"nothing is handed over: {off}"
         return "; ".join(filter(None, (self._handoffs.audits.warning, called, route))) or None
 
-    def status(self) -> Status:
-        """Return the whole of `/v1/status`, as of now."""
+    def look_at_lock(self) -> lock_probe.LockStatus:
+        """Look at the device lock's file. Any thread may: /proc/locks takes the kernel its time."""
+        return lock_probe.probe(self._config.lock.path)
+
+    def status(
+        self, lock: lock_probe.LockStatus | None = None, *, weighed: bool = True
+    ) -> Status:
+        """Return the whole of `/v1/status`, as of now.
+
+        Args:
+            lock: what `look_at_lock` found a moment ago; without, it is looked at now.
+            weighed: with `policy`, which may take some milliseconds to work out.
+        """
         config, supervisor = self._config, self._supervisor
         facts = supervisor.facts
         state, detail = self.state()
@@ -164,7 +175,7 @@ class StatusView:
                 rss_bytes=supervisor.rss_bytes(),
             ),
             provider=self._provider_status(),
-            lock=self._lock_status(),
+            lock=self._lock_status(lock or self.look_at_lock()),
             slot=self._slot_status(),
             queue=QueueStatus(self._admission.pending, self._admission.max_pending),
             handoffs=self.history.counts(),
@@ -172,7 +183,7 @@ class StatusView:
             audit=self._handoffs.audits.status(),
             listen_passed=self._listen_passed,
             recent=recent_handoffs.look_at(self._last, self._alone_ms),
-            policy=self._policy_status(),
+            policy=self._policy_status() if weighed else None,
             history_problem=self._history_problem(),
             devices=list(self._handoffs.telemetry.latest()),
         )
@@ -229,9 +240,8 @@ class StatusView:
             route_off=handoffs.route_off,
         )
 
-    def _lock_status(self) -> LockStatus:
+    def _lock_status(self, found: lock_probe.LockStatus) -> LockStatus:
         lock = self._config.lock
-        found = lock_probe.probe(lock.path)
         holder = found.holder
         return LockStatus(
             path=lock.path,

@@ -513,7 +513,7 @@ def test_store_record_is_json_with_the_columns_that_are_searched(tmp_path: Path)
     assert record == fields_of(1, reason="lock_busy", route="file")
     moment = round(parse_time(record["time"]).timestamp() * 1000)
     assert row == {
-        **{"id": 1, "time_ms": moment, "outcome": "used"},
-        **{"reason": "lock_busy", "route": "file"},
+        "id": 1, "time_ms": moment, "outcome": "used",
+        "reason": "lock_busy", "route": "file",
     }
     assert HistoryDenied.exit_status == 4

@@ -444,22 +444,21 @@ def test_port_in_the_way_is_a_matter_of_addresses(
 
 
 @pytest.mark.parametrize(
-    ("owners", "ours", "has_unit", "state", "fix"),
+    ("owners", "ours", "state", "fix"),
     [
-        ([Owner(7, "x", "")], [7], False, State.OK, None),
-        ([Owner(7, "x", "onebitd@q.service")], [], False, State.OK, None),
-        ([Owner(1, "systemd", "init.scope")], [], True, State.OK, None),
-        ([Owner(1, "systemd", "init.scope")], [], False, State.FAILED, "systemctl list-sockets"),
-        ([Owner(7, "nginx", "nginx.service")], [], False, State.FAILED, "systemctl stop nginx"),
-        ([Owner(7, "nc -l 8000", "session-1.scope")], [], False, State.FAILED, "kill 7"),
-        ([], [], False, State.FAILED, None),
+        ([Owner(7, "x", "")], [7], State.OK, None),
+        ([Owner(7, "x", "onebitd@q.service")], [], State.OK, None),
+        ([Owner(1, "systemd", "init.scope")], [], State.FAILED, "systemctl list-sockets"),
+        ([Owner(7, "nginx", "nginx.service")], [], State.FAILED, "systemctl stop nginx"),
+        ([Owner(7, "nc -l 8000", "session-1.scope")], [], State.FAILED, "kill 7"),
+        ([], [], State.FAILED, None),
     ],
 )
 def test_port_owner_decides_what_is_said(
-    owners: list[Owner], ours: list[int], has_unit: bool, state: State, fix: str | None
+    owners: list[Owner], ours: list[int], state: State, fix: str | None
 ) -> None:
     """The instance's own daemon or socket is fine, anybody else is in the way."""
-    found = port.judge("127.0.0.1:8000", owners, ours, INSIDE, has_socket_unit=has_unit)
+    found = port.judge("127.0.0.1:8000", owners, ours, INSIDE)
     assert found.state is state
     assert (found.fix is None) if fix is None else (found.fix is not None and fix in found.fix)
 

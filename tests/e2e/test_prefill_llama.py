@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from onebitd import prefill_llama
 from tests.e2e.rig import RHYME
 from tests.llama_builds import (
     BUILDS,
@@ -248,6 +249,15 @@ def test_provider_given_a_bad_flag_exits_2_and_names_it(
     assert done.returncode == 2
     assert said in last_line(done.stderr)
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("n_ids", "ctx_size"), [(1, 256), (254, 256), (255, 512), (256, 512), (510, 512), (511, 768)]
+)
+def test_ctx_size_chosen_has_room_behind_the_token_that_is_made(n_ids: int, ctx_size: int) -> None:
+    """llama-server calls a prompt truncated that fills its context with that token; every prompt of
+    a multiple of 256 tokens failed so."""
+    assert prefill_llama.choose_ctx_size(0, n_ids) == ctx_size
 
 
 def test_provider_given_a_missing_model_exits_2_and_names_it(

@@ -125,6 +125,7 @@ COMMANDS = (
     "advise",
     "bench",
     "try",
+    "doctor",
     "provider check",
     "provider reset",
     "state show",

@@ -1,6 +1,6 @@
 """The history on disk: written soon, off the loop, in nobody's way, whatever the disk does."""
 
-# ruff: noqa: ASYNC110, ASYNC221, ASYNC240 - real files, milliseconds each
+# ruff: noqa: ASYNC110, ASYNC240 - real files, milliseconds each
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import trio
 
+from onebitd.core.config import HistoryConfig
 from onebitd.core.control_api import ProviderReset, ReloadAnswer, RequestInFlight
 from onebitd.core.errors import ConfigError, RequestError
-from onebitd.core.config import HistoryConfig
 from onebitd.core.handoff import Outcome, Reason, Route
 from onebitd.core.handoff_summary import summarise
 from onebitd.services.history import FOLLOWER_RECORDS

@@ -15,6 +15,7 @@ import trio
 import trio.testing
 
 from onebitd.adapters.http_server import HttpServer
+from onebitd.adapters.lock_probe import LockStatus
 from onebitd.core.costs import Costs
 from onebitd.core.handoff import HandoffRecord, Outcome
 from onebitd.services.in_flight import InFlight
@@ -44,9 +45,11 @@ class Rig:
     def __init__(self, *, enabled: bool = True) -> None:
         self.in_flight = InFlight()
         self.asked = 0
-        self.page = Page(Sources(self.status, lambda: COSTS, self.in_flight), enabled=enabled)
+        nothing = LockStatus("/l", False, False, None, None)
+        sources = Sources(self.status, lambda: nothing, lambda: COSTS, self.in_flight)
+        self.page = Page(sources, enabled=enabled)
 
-    def status(self) -> Any:
+    def status(self, lock: LockStatus) -> Any:
         """Return what the daemon would say, and count that it was asked."""
         self.asked += 1
         return STATUS

@@ -1,0 +1,213 @@
+"""The checks that start something, on the stand-ins: what they find, and that nothing is left."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import trio
+
+from onebitd.doctor import inside
+from onebitd.doctor.finding import Finding, State
+from onebitd.doctor.place import Place
+from onebitd.doctor.request import Request
+from onebitd.surfaces import cli
+from tests.harness import STANDINS
+from tests.llama_builds import short_temporary_directory
+from tests.standins import tiny_state
+from tests.systemd.instances import toml
+
+SESAME = "sesame-4711"
+
+
+class Setup:
+    """An instance on the stand-ins, in a directory of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.model = home / "tiny.gguf"
+        self.model.write_bytes(tiny_state.gguf())
+        self.lock = home / "npu.lock"
+        self.lock.write_bytes(b"")
+        (home / "states").mkdir()
+        (home / "run").mkdir()
+        self.config: dict[str, dict[str, object]] = {
+            "model": {"path": str(self.model)},
+            "http": {"port": 0},
+            "backend": {"llama_server": str(STANDINS / "llama_server.py"), "args": []},
+            "provider": {
+                "program": str(STANDINS / "provider.py"),
+                "env": {"SECRET": SESAME},
+            },
+            "handoff": {"state_dir": str(home / "states")},
+            "lock": {"path": str(self.lock), "wait_s": 0.1},
+        }
+
+    @property
+    def file(self) -> Path:
+        """The configuration, as it is now."""
+        path = self.home / "q.toml"
+        path.write_text(toml(self.config))
+        return path
+
+    def examine(self, *, quick: bool = False) -> dict[str, Finding]:
+        """Run the checks; return the findings by name, and see that nothing is left."""
+        place = Place("q", config_file=str(self.file))
+        environ = {
+            "RUNTIME_DIRECTORY": "",
+            "XDG_RUNTIME_DIR": str(self.home / "run"),
+            "XDG_STATE_HOME": str(self.home / "state"),
+        }
+        before = sorted(self.home.rglob("*"))
+        request = Request(place, ("--config", str(self.file)), environ, quick=quick)
+        report = trio.run(inside.examine, request)
+        assert sorted(self.home.rglob("*")) == before
+        assert SESAME not in json.dumps(report.to_json())
+        return {one.name: one for one in report.findings}
+
+
+@pytest.fixture
+def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setup]:
+    """The instance; the log is given back as it was."""
+    monkeypatch.delenv("RUNTIME_DIRECTORY", raising=False)
+    with short_temporary_directory() as home:
+        yield Setup(home)
+    structlog.reset_defaults()
+
+
+def test_examine_of_a_healthy_instance_runs_decoder_and_provider(setup: Setup) -> None:
+    """The slot is saved and restored, the provider's state is in order and restored."""
+    found = setup.examine()
+    assert {name for name, one in found.items() if one.state is State.FAILED} == set()
+    assert found["decoder.slot"].state is State.OK
+    assert found["provider.run"].state is State.OK
+    assert found["provider.run"].message.endswith("restored by the decoder")
+    assert found["decoder.share"].state is State.SKIPPED
+    assert "2048 tokens" in found["state.space"].message
+
+
+def test_examine_with_a_busy_lock_warns_and_names_the_holder(setup: Setup) -> None:
+    """The lock is waited for as a handoff would, and not taken from whoever has it."""
+    with setup.lock.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        found = setup.examine()["provider.run"]
+    assert found.state is State.WARNING
+    assert f"pid {os.getpid()}" in found.message
+
+
+def test_examine_without_a_lock_file_makes_none(setup: Setup) -> None:
+    """A lock file that doctor leaves behind would be the wrong user's."""
+    setup.lock.unlink()
+    found = setup.examine()
+    assert found["lock"].state is State.WARNING
+    assert found["provider.run"].state is State.OK
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("exit:3", "no XDNA device"),
+        ("wrong_version", "version"),
+    ],
+)
+def test_examine_with_a_bad_provider_says_what_is_wrong_with_it(
+    setup: Setup, mode: str, words: str
+) -> None:
+    """Its last words, or what its file lacks; and how to run it by hand."""
+    setup.config["provider"]["env"] = {"FAKE_PREFILL_MODE": mode, "SECRET": SESAME}
+    found = setup.examine()["provider.run"]
+    assert found.state is State.FAILED
+    assert words in found.message
+    assert found.fix is not None
+    assert str(STANDINS / "provider.py") in found.fix
+
+
+def test_examine_with_a_decoder_that_dies_in_its_load_has_its_last_words(setup: Setup) -> None:
+    """The provider is not run then: nobody could judge its file."""
+    setup.config["backend"]["args"] = ["--crash-on", "load"]
+    found = setup.examine()
+    assert found["decoder"].state is State.FAILED
+    assert "could not be started" in found["decoder"].message
+    assert found["provider.run"].state is State.SKIPPED
+
+
+def test_examine_asks_for_the_shared_route_where_it_is_wanted(setup: Setup) -> None:
+    """A decoder that knows no share is one whose prompts go by file."""
+    setup.config["handoff"]["share"] = True
+    found = setup.examine()["decoder.share"]
+    assert (found.state, "not supported" in found.message) == (State.WARNING, True)
+
+
+def test_examine_quick_starts_nothing_and_says_so(setup: Setup) -> None:
+    """A load may take minutes."""
+    setup.config["backend"]["args"] = ["--crash-on", "load"]
+    found = setup.examine(quick=True)
+    for name in ("decoder", "provider.run"):
+        assert found[name].state is State.SKIPPED
+        assert "--quick" in found[name].message
+
+
+def test_examine_of_a_bad_configuration_has_all_its_faults(setup: Setup) -> None:
+    """And the devices are looked at all the same."""
+    setup.config["http"] = {"port": 70000}
+    setup.config["lock"]["hold"] = "never"
+    place = Place("q", config_file=str(setup.file))
+    report = trio.run(inside.examine, Request(place, ("--config", str(setup.file)), {}))
+    faults = [one.message for one in report.findings if one.name == "config"]
+    assert len(faults) == 2
+    assert any(one.name.startswith("device.") for one in report.findings)
+    assert report.facts == {}
+
+
+def test_examine_program_without_its_interpreter_names_it(setup: Setup) -> None:
+    """The kernel would only say that there is no such file."""
+    script = setup.home / "provider"
+    script.write_text("#!/opt/gone/python3\n")
+    script.chmod(0o755)
+    setup.config["provider"]["program"] = str(script)
+    found = setup.examine()["provider.program"]
+    assert found.state is State.FAILED
+    assert "/opt/gone/python3" in found.message
+
+
+def test_doctor_prints_a_page_or_json_and_fails_with_one(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The place first, then the verdict; no colour where nobody sees it."""
+    setup.model.unlink()
+    monkeypatch.setenv("XDG_STATE_HOME", str(setup.home))
+    words = ["doctor", "--config", str(setup.file), "--quick", "--here"]
+    assert cli.main(words) == 1
+    page = capsys.readouterr()
+    lines = page.out.splitlines()
+    assert page.err == ""
+    assert lines[0].startswith("q: checked here, as ")
+    assert " failed: model.file" in lines[1]
+    assert max(map(len, lines)) <= 80
+    assert "\x1b" not in page.out
+    assert cli.main([*words, "--json"]) == 1
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (found["instance"], found["where"]) == ("q", "here")
+    assert {"name", "state", "message", "fix"} == set(found["checks"][0])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--socket", "/x", "doctor"), "use -i, not --socket"),
+        (("doctor", "--config", "/does/not/exist.toml"), "no such file"),
+        (("-i", "../x", "doctor"), "cannot be an instance"),
+    ],
+)
+def test_doctor_usage_is_refused_with_two(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a line that names the option."""
+    assert cli.main(words) == 2
+    assert said in capsys.readouterr().err
