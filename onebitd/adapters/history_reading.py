@@ -210,7 +210,8 @@ def time_ms_of(moment: dt.datetime) -> int:
 
 def _where(wanted: HandoffFilter) -> tuple[str, list[Any]]:
     """Return what follows another condition, and its values."""
-    text, values = "", []
+    text = ""
+    values: list[Any] = []
     for name in WORDS:
         word = getattr(wanted, name)
         if word is not None:

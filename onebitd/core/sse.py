@@ -39,6 +39,10 @@ class ReplyWatch(Protocol):
         """Return the decoder's `timings` object, or None when the reply had none (yet)."""
 
     @property
+    def is_whole(self) -> bool:
+        """True once a stream has said that nothing follows; its end may still be to come."""
+
+    @property
     def error_status(self) -> int | None:
         """The code of the error that a stream ended with, as far as it was kept; else None."""
 
@@ -66,6 +70,7 @@ class EventWatch:
         self._held = bytearray()  # the start of a line whose end has not come
         self._overlong = False
         self._last_with_timings: bytes | None = None
+        self._latest = b""
         # Kept as they are: reading each as it passes would cost more than all else that is done.
         self._lines: list[bytes] | None = []
         self.text_bytes = 0
@@ -79,6 +84,7 @@ class EventWatch:
             return
         self.started = True
         self.events += found
+        self._latest = data
         if b'"timings"' in data:
             for line in data.split(b"\n"):
                 if line.startswith(b"data:") and b'"timings"' in line:
@@ -126,6 +132,11 @@ class EventWatch:
                 return None
             pieces.append(piece)
         return "".join(pieces)
+
+    @property
+    def is_whole(self) -> bool:
+        """See ReplyWatch."""
+        return b"\ndata: [DONE]" in b"\n" + self._latest
 
     @property
     def error_status(self) -> int | None:
@@ -176,6 +187,11 @@ class JsonWatch:
     def text(self) -> str | None:
         """See ReplyWatch."""
         return _text_of(_parsed(bytes(self._kept))) if self._whole else None
+
+    @property
+    def is_whole(self) -> bool:
+        """See ReplyWatch: no stream, and whoever waits for its end gets it."""
+        return False
 
     @property
     def error_status(self) -> int | None:

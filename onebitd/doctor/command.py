@@ -143,7 +143,7 @@ def _from_outside(
     findings = daemon.judge(status, why_not, place)
     if facts:
         ours = [status["pid"]] if status is not None and "pid" in status else []
-        findings.append(_port(facts, ours, place))
+        findings += _ports(facts, ours, place)
     if place.inside:
         compared = lock.compare(facts.get("lock_directory"), place)
         findings += [compared] if compared is not None else []
@@ -154,9 +154,16 @@ def _from_outside(
     return [*findings, *unit.judge(found.shown, masked, facts, place)]
 
 
-def _port(facts: Mapping[str, Any], ours: Sequence[int], place: Place) -> Finding:
+def _ports(facts: Mapping[str, Any], ours: Sequence[int], place: Place) -> list[Finding]:
     host, number = str(facts.get("host")), int(facts.get("port") or 0)
-    return port.check(host, number, ours, place, has_socket_unit=_has_socket_unit(place))
+    has_unit = _has_socket_unit(place)
+    found = [port.check(host, number, ours, place, has_socket_unit=has_unit)]
+    host, colon, text = str(facts.get("metrics") or "").rpartition(":")
+    if colon and text.isdigit():
+        metrics = port.check(host, int(text), ours, place)
+        message = metrics.message.replace("http.port", "metrics.listen")
+        found.append(dataclasses.replace(metrics, name="port.metrics", message=message))
+    return found
 
 
 def _has_socket_unit(place: Place) -> bool:

@@ -161,6 +161,7 @@ def _facts(config: Config) -> dict[str, Any]:
     return {
         "host": config.http.host,
         "port": config.http.port,
+        "metrics": config.metrics.listen,
         "drain_timeout_s": config.http.drain_timeout_s,
         "load_timeout_s": config.backend.load_timeout_s,
         "lock_directory": lock.directory_of(config.lock),

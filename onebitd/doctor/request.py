@@ -40,8 +40,9 @@ class Report:
     """What was found, and what whoever asked needs to go on.
 
     Attributes:
-        facts: `host`, `port`, `drain_timeout_s`, `load_timeout_s`, `lock_directory`, `missing`
-            (files that are not there, by the name of the finding); none without a configuration.
+        facts: `host`, `port`, `metrics`, `drain_timeout_s`, `load_timeout_s`, `lock_directory`,
+            `missing` (files that are not there, by the name of the finding); none without a
+            configuration.
     """
 
     findings: list[Finding]

@@ -130,8 +130,8 @@ def show_fix(place: Place, path: str) -> str:
 def in_unit(path: str) -> str:
     """Return a path as it stands in a list of paths of a unit (systemd.syntax(7)).
 
-    >>> in_unit("/home/ann/models"), in_unit("/home/ann/my 5% models")
-    ('/home/ann/models', '"/home/ann/my 5%% models"')
+    >>> in_unit("/srv/models"), in_unit("/srv/my 5% models")
+    ('/srv/models', '"/srv/my 5%% models"')
     """
     text = path.replace("%", "%%").replace("\\", "\\\\").replace(":", "\\:")
     if not any(letter.isspace() or letter in "\"'" for letter in text):

@@ -27,6 +27,8 @@ class Ending:
         handed: how many tokens the decoder was handed, None when it prefilled by itself.
         status: of the reply, None without one.
         timings: the decoder's, None when it said none.
+        whole: the client has all of the reply's events. It may leave at the last of them and not
+            wait for the connection's own end, as some clients do.
     """
 
     error: BaseException | None
@@ -40,6 +42,7 @@ class Ending:
     handed: int | None
     status: int | None
     timings: dict[str, Any] | None
+    whole: bool = False
 
 
 def conclude(record: HandoffRecord, ending: Ending) -> None:
@@ -53,7 +56,7 @@ def conclude(record: HandoffRecord, ending: Ending) -> None:
         and record.evaluated_tokens is not None
     ):
         record.prompt_tokens = record.cached_tokens + record.evaluated_tokens
-    if ending.error is not None:
+    if ending.error is not None and not _left_with_everything(ending.error, ending):
         record.outcome, record.reason, record.detail = _of_error(ending.error, ending)
     elif (handed := _decoded_from(ending)) is not None:
         record.outcome = outcome_of_reply(handed, record.cached_tokens, record.evaluated_tokens)
@@ -67,6 +70,10 @@ def _decoded_from(ending: Ending) -> int | None:
     """Return how many handed tokens the reply was decoded from, None when there was no such."""
     went_well = ending.broken_off is None and ending.failure is None
     return ending.handed if went_well and (ending.status or 0) < 400 else None
+
+
+def _left_with_everything(error: BaseException, ending: Ending) -> bool:
+    return ending.whole and ending.client_gone and not ending.by_operator and _is_cancel(error)
 
 
 def _of_error(error: BaseException, ending: Ending) -> tuple[Outcome, Reason, str]:

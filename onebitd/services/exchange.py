@@ -662,6 +662,7 @@ class Exchange:
             handed=self._handed,
             status=None if self._reply is None else self._reply.status,
             timings=self._timings,
+            whole=self.watch is not None and self.watch.is_whole,
         )
 
     @contextlib.contextmanager

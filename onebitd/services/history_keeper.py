@@ -36,6 +36,7 @@ MAX_PENDING: Final = 4096
 BATCH_RECORDS: Final = 1000
 PRUNE_EVERY_S: Final = 600.0
 """Records grow old without a new one, too."""
+RETRY_S: Final = 3.0
 LOAD_WAIT_S: Final = 2.0
 """A question right after the start waits so long for what the file has."""
 _READERS: Final = 2
@@ -76,7 +77,7 @@ class HistoryKeeper:
         self._is_restored = False
         self._told: set[str] = set()
         self._found_damage: HistoryDamaged | None = None
-        self._writes = LateWrites(self._write, every_s=PRUNE_EVERY_S, at_once=True)
+        self._writes = LateWrites(self._write, every_s=PRUNE_EVERY_S, retry_s=RETRY_S, at_once=True)
         self._readers = trio.CapacityLimiter(_READERS)
         if settings.max_records:
             history.hash_key = load_key(state / KEY_FILE)
@@ -209,13 +210,14 @@ class HistoryKeeper:
             below: number of the oldest record that is not asked for.
         """
 
+        if self._offset is None or not self._settings.max_records:
+            return None
+        path, offset = str(self._store.path), self._offset
+
         def look() -> int:
             with reading.opened(path) as connection:
                 return reading.first_id(connection, wanted, below + offset)
 
-        path, offset = str(self._store.path), self._offset
-        if offset is None or not self._settings.max_records:
-            return None
         try:
             return await self._read(look) - offset
         except HistoryFileError as error:

@@ -18,9 +18,10 @@ class LateWrites:
     """Calls a write soon after each touch, again after a failure, and once more at the end.
 
     Args:
-        write: returns whether it has done all there was; False is tried again after `RETRY_S`.
-            A touch while it runs leads to another.
+        write: returns whether it has done all there was; False is tried again after a pause. A
+            touch while it runs leads to another.
         every_s: also after so long without a touch.
+        retry_s: that pause, `RETRY_S` if not given.
         at_once: the first write, which is due then, does not wait for others to share it.
     """
 
@@ -29,10 +30,12 @@ class LateWrites:
         write: Callable[[], Awaitable[bool]],
         *,
         every_s: float = math.inf,
+        retry_s: float | None = None,
         at_once: bool = False,
     ) -> None:
         self._write = write
         self._every_s = every_s
+        self._retry_s = RETRY_S if retry_s is None else retry_s
         self._at_once = at_once
         self._touched = trio.Event()
 
@@ -45,13 +48,13 @@ class LateWrites:
         task_status.started()
         try:
             if self._at_once and not await self._once():
-                await trio.sleep(RETRY_S)
+                await trio.sleep(self._retry_s)
             while True:
                 with trio.move_on_after(self._every_s):
                     await self._touched.wait()
                 await trio.sleep(WRITE_DELAY_S)
                 if not await self._once():
-                    await trio.sleep(RETRY_S)
+                    await trio.sleep(self._retry_s)
         finally:
             # A disk that does not answer must not keep the daemon from its end.
             with trio.move_on_after(LAST_WRITE_S, shield=True):

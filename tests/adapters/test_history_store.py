@@ -440,6 +440,12 @@ def test_store_what_is_no_file_is_refused(tmp_path: Path, what: str) -> None:
         numbers(path)
 
 
+def write_for_ever(store: HistoryStore) -> None:
+    """Write large records from number 6 on."""
+    for number in itertools.count(6, 10):
+        store.write(rows(number, number + 9, detail="x" * 3000), ALL)
+
+
 def test_store_full_disk_is_an_error_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
     """The file stays whole, what was written stays readable, and the rest is written later."""
     path = tmp_path / "h.db"
@@ -448,8 +454,7 @@ def test_store_full_disk_is_an_error_and_goes_on_when_there_is_room(tmp_path: Pa
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
         try:
             with pytest.raises(HistoryFileError, match="cannot be written: ") as caught:
-                for number in itertools.count(6, 10):
-                    store.write(rows(number, number + 9, detail="x" * 3000), ALL)
+                write_for_ever(store)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert not isinstance(caught.value, HistoryDamaged)
@@ -467,14 +472,13 @@ def test_store_full_file_system_says_that_there_is_no_room(tmp_path: Path) -> No
         pytest.skip("needs root for a small tmpfs")
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(disk)]
     subprocess.run(mount, check=True)
     try:
         path = disk / "h.db"
         with stored(path, rows(1, 5)) as store:
             with pytest.raises(HistoryFileError, match="no room is left on its disk"):
-                for number in itertools.count(6, 10):
-                    store.write(rows(number, number + 9, detail="x" * 3000), ALL)
+                write_for_ever(store)
             before = numbers(path)
             assert before == list(range(1, len(before) + 1))
         subprocess.run(["mount", "-o", "remount,size=2m", disk], check=True)
@@ -495,7 +499,7 @@ def test_store_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> N
     if os.geteuid() != 0:
         return
     with read_only(directory):
-        with pytest.raises(HistoryFileError, match="read-only|cannot be opened"):
+        with pytest.raises(HistoryFileError, match=r"read-only|cannot be opened"):
             store.open()
         assert numbers(directory / "h.db") == [1, 2]
 
@@ -513,7 +517,10 @@ def test_store_record_is_json_with_the_columns_that_are_searched(tmp_path: Path)
     assert record == fields_of(1, reason="lock_busy", route="file")
     moment = round(parse_time(record["time"]).timestamp() * 1000)
     assert row == {
-        "id": 1, "time_ms": moment, "outcome": "used",
-        "reason": "lock_busy", "route": "file",
+        "id": 1,
+        "time_ms": moment,
+        "outcome": "used",
+        "reason": "lock_busy",
+        "route": "file",
     }
     assert HistoryDenied.exit_status == 4

@@ -10,8 +10,10 @@ import pytest
 from onebitd.core.handoff_filter import HandoffFilter, parse_time
 
 RECORD = {
-    "time": "2026-05-01T12:00:00.500Z", "outcome": "fallback",
-    "reason": "lock_busy", "route": "file",
+    "time": "2026-05-01T12:00:00.500Z",
+    "outcome": "fallback",
+    "reason": "lock_busy",
+    "route": "file",
 }
 
 
@@ -46,7 +48,10 @@ def test_filter_parameters_are_what_is_given() -> None:
     since = dt.datetime(2026, 5, 1, tzinfo=dt.UTC)
     wanted = HandoffFilter(limit=0, outcome="used", reason="policy", route="file", since=since)
     assert wanted.parameters() == {
-        "limit": "0", "outcome": "used", "reason": "policy", "route": "file",
+        "limit": "0",
+        "outcome": "used",
+        "reason": "policy",
+        "route": "file",
         "since": "2026-05-01T00:00:00+00:00",
     }
     assert HandoffFilter().parameters() == {}

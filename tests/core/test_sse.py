@@ -234,3 +234,23 @@ def test_reply_counts_one_that_is_missing_leaves_the_other() -> None:
     """A decoder may say how many and not how long."""
     assert sse.reply_counts({"predicted_n": 7}) == (7, None)
     assert sse.reply_counts({"predicted_n": True, "predicted_ms": 3}) == (None, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("stream", "whole"),
+    [
+        (b'data: {"choices": []}\n\ndata: [DONE]\n\n', True),
+        (b"data: [DONE]\n\n: a comment\n\n", True),
+        (b'data: {"content": "data: [DONE]"}\n\n', False),
+        (b'data: {"content": "x"}\n\n', False),
+        (b": data: [DONE]\n\n", False),
+        (b"", False),
+    ],
+)
+def test_event_watch_is_whole_after_its_last_event(stream: bytes, whole: bool) -> None:
+    """However it is cut; words of the model that look like the end are none."""
+    for size in (1, 5, 1000):
+        watch = sse.watch_for(b"text/event-stream")
+        for begin in range(0, len(stream), size):
+            watch.feed(stream[begin : begin + size])
+        assert watch.is_whole == whole

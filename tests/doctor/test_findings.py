@@ -87,10 +87,10 @@ def test_page_colour_paints_the_marks() -> None:
 def test_place_drop_in_is_a_command_that_a_shell_takes() -> None:
     """The lines reach the file as they are, and every line of the command is short."""
     here = Place("qwen", "system", inside=True)
-    text = here.drop_in("see", "BindReadOnlyPaths=/home/ann/my models")
+    text = here.drop_in("see", "BindReadOnlyPaths=/srv/my models")
     joined = text.replace("\\\n", " ")
     words = shlex.split(joined.splitlines()[0])
-    assert words[2:4] == ["[Service]", "BindReadOnlyPaths=/home/ann/my models"]
+    assert words[2:4] == ["[Service]", "BindReadOnlyPaths=/srv/my models"]
     assert "/etc/systemd/system/onebitd@qwen.service.d/zz-see.conf" in joined
     assert "sudo systemctl daemon-reload" in joined
     assert max(map(len, text.splitlines())) <= 73

@@ -68,7 +68,7 @@ def test_history_restarted_and_killed_daemon_has_what_was_before(
     data = b"".join(file.read_bytes() for file in state.glob("history.*"))
     assert b"alpha" not in data
 
-    finished = {}
+    finished: dict[str, float] = {}
     with running(state, provider) as route:
         assert route.daemon.handoffs() == before
         assert route.daemon.control("/v1/handoffs/summary")["count"] == 3
@@ -90,70 +90,51 @@ def test_history_restarted_and_killed_daemon_has_what_was_before(
         assert shown(route)[: len(kept)] == kept
 
 
-def test_history_damaged_file_is_set_aside_and_read_while_it_is_written(
-    tmp_path: Path, provider: Path
-) -> None:
-    """One warning, a new file, and every request served; `onebitctl` may look at any time."""
-    state = tmp_path / "state"
-    state.mkdir()
-    (state / "history.db").write_bytes(b"no database" * 1000)
-    with running(state, provider) as route:
-        for number in range(8):
-            chat(route, WORDS[number % 2], f"r{number}")
-            assert in_file(state) == [f"r{n}" for n in range(len(in_file(state)))]
-        wait_until(lambda: len(in_file(state)) == 8, "all are in the file")
-        (record,) = route.daemon.log_records("history_damaged")
-        assert record["level"] == "warning"
-        assert "history.db.damaged-" in record["line"]
-    (aside,) = state.glob("history.db.damaged-*")
-    assert aside.read_bytes() == b"no database" * 1000
-
-
 @contextlib.contextmanager
 def small_disk(directory: Path) -> Iterator[None]:
     """Mount a file system of 400 KiB."""
     directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", directory]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(directory)]
     subprocess.run(mount, check=True)
     try:
         yield
     finally:
-        subprocess.run(["umount", directory], check=True)
+        subprocess.run(["umount", str(directory)], check=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-def test_history_full_disk_is_told_and_no_request_notices(
+def test_history_damaged_file_and_full_disk_are_told_and_no_request_notices(
     tmp_path: Path, provider: Path
 ) -> None:
-    """What waits is written as soon as there is room, in its order."""
+    """The damaged file is kept, `onebitctl` may look at any time, what waits is written later."""
     state = tmp_path / "disk"
-    with small_disk(state), running(state, provider) as route:
-        chat(route, WORDS[0], "r0")
-        wait_until(lambda: in_file(state) == ["r0"], "the first is in the file")
-        ballast = state / "ballast"
-        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-            for size in (4096, 1):
-                while file.write(b"x" * size):
-                    pass
-        for number in range(1, 10):
-            chat(route, WORDS[number % 2], f"r{number}")
-        wait_until(lambda: route.daemon.log_records("history_not_written"), "the warning")
-        assert shown(route) == [f"r{number}" for number in range(10)]
-        assert route.daemon.status()["state"] == "ready"
-        ballast.unlink()
-        everything = [f"r{number}" for number in range(10)]
-        wait_until(lambda: in_file(state) == everything, "all are in the file")
-        warnings = [one["line"] for one in route.daemon.log_records("history_not_written")]
-        assert len(set(warnings)) == len(warnings)
-        assert "no room is left on its disk" in warnings[0]
+    with small_disk(state):
+        (state / "history.db").write_bytes(b"no database" * 1000)
+        with running(state, provider) as route:
+            for number in range(8):
+                chat(route, WORDS[number % 2], f"r{number}")
+                found = in_file(state)
+                assert found == [f"r{n}" for n in range(len(found))]
+            wait_until(lambda: len(in_file(state)) == 8, "all are in the file")
+            (record,) = route.daemon.log_records("history_damaged")
+            assert record["level"] == "warning"
+            (aside,) = state.glob("history.db.damaged-*")
+            assert str(aside) in record["line"]
+            assert aside.read_bytes() == b"no database" * 1000
 
-
-def test_history_state_directory_that_cannot_be_is_one_warning(
-    tmp_path: Path, provider: Path
-) -> None:
-    """A file in the directory's place: serving goes on, memory has the handoffs."""
-    (tmp_path / "file").touch()
-    with running(tmp_path / "file" / "state", provider) as route:
-        chat(route, WORDS[0], "r0")
-        assert shown(route) == ["r0"]
-        wait_until(lambda: route.daemon.log_records("history_not_written"), "the warning")
+            ballast = state / "ballast"
+            with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+                for size in (4096, 1):
+                    while file.write(b"x" * size):
+                        pass
+            for number in range(8, 20):
+                chat(route, WORDS[number % 2], f"r{number}")
+            wait_until(lambda: route.daemon.log_records("history_not_written"), "the warning")
+            everything = [f"r{number}" for number in range(20)]
+            assert shown(route) == everything
+            assert route.daemon.status()["state"] == "ready"
+            ballast.unlink()
+            wait_until(lambda: in_file(state) == everything, "all are in the file")
+            warnings = [one["line"] for one in route.daemon.log_records("history_not_written")]
+            assert len(set(warnings)) == len(warnings)
+            assert "no room is left on its disk" in warnings[0]

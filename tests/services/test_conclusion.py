@@ -79,6 +79,12 @@ CANCEL = cancelled()
             {"error": CANCEL, "client_gone": True, "by_operator": True},
             ("cancelled", "operator"),
         ),
+        # A client that leaves with the last event has its reply.
+        (
+            {"error": CANCEL, "client_gone": True, "whole": True, "handed": 306, "timings": FULL},
+            ("used", None),
+        ),
+        ({"error": CANCEL, "whole": True}, ("cancelled", "draining")),
         ({"error": CANCEL}, ("cancelled", "draining")),
         ({"error": BaseExceptionGroup("x", [CANCEL, CANCEL])}, ("cancelled", "draining")),
         ({"error": BaseExceptionGroup("x", [CANCEL, KeyError()])}, ("failed", "internal")),

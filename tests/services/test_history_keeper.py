@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class Kept:
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_writes, "WRITE_DELAY_S", 0.01)
-    monkeypatch.setattr(late_writes, "RETRY_S", 0.02)
+    monkeypatch.setattr(history_keeper, "RETRY_S", 0.02)
 
 
 async def wait_until(fact: Callable[[], bool]) -> None:
@@ -202,7 +203,7 @@ trio.run(main)
 def test_keeper_killed_loses_at_most_the_last_second(tmp_path: Path) -> None:
     """SIGKILL, with the real pauses: what was finished a second before it is in the file."""
     argv = [sys.executable, "-c", CHILD.format(root=ROOT), str(tmp_path)]
-    said = []
+    said: list[list[str]] = []
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         try:
@@ -301,6 +302,10 @@ class Disk:
 
         monkeypatch.setattr(HistoryStore, "write", write)
 
+    def has_written(self, number: int) -> bool:
+        """Whether it was tried so often."""
+        return self.writes >= number
+
 
 async def test_keeper_full_disk_is_told_once_per_kind_and_everything_is_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -315,7 +320,7 @@ async def test_keeper_full_disk_is_told_once_per_kind_and_everything_is_written_
             for why in ("no room", "no right", "no room"):
                 disk.why, tried = why, disk.writes
                 kept.add(3, 4)
-                await wait_until(lambda tried=tried: disk.writes >= tried + 3)
+                await wait_until(partial(disk.has_written, tried + 3))
             assert kept.in_file() == [1, 2]
             assert await kept.read(limit=4) == [3, 4, 3, 4]
             disk.why = None
@@ -388,6 +393,19 @@ async def test_keeper_file_removed_by_somebody_is_made_again(tmp_path: Path) -> 
         kept.add(3, 3)
         await wait_until(lambda: kept.in_file() == [3])
         assert await kept.read() == [1, 2, 3]
+
+
+async def test_keeper_directory_that_cannot_be_is_one_warning(tmp_path: Path) -> None:
+    """A file in its place: memory has the handoffs, and nobody waits."""
+    (tmp_path / "file").touch()
+    kept = Kept(tmp_path / "file" / "state")
+    with structlog.testing.capture_logs() as logs:
+        async with kept.running():
+            kept.add(1, 2)
+            assert await kept.read() == [1, 2]
+            await wait_until(lambda: bool(logs))
+            await trio.sleep(0.1)
+    assert lines(logs) == [("warning", "history_not_written"), ("warning", "history_lost")]
 
 
 def test_load_key_is_kept_and_private(tmp_path: Path) -> None:

@@ -172,7 +172,8 @@ def test_client_follow_connection_that_breaks_ends_the_iteration(short_tmp: Path
     """A killed daemon is the end of the stream, not an error in the middle of it."""
     answer = b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\na\r\n{"a": 12}\n\r\n'
     with answering(short_tmp / "c", answer):
-        assert list(client.ControlClient(str(short_tmp / "c")).follow(HandoffFilter())) == [{"a": 12}]
+        control = client.ControlClient(str(short_tmp / "c"))
+        assert list(control.follow(HandoffFilter())) == [{"a": 12}]
 
 
 def _deny_group(path: Path) -> None:
