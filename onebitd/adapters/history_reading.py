@@ -34,6 +34,8 @@ _NO_END: Final = 1 << 62
 
 Row = tuple[int, dict[str, Any]]
 """A record's number in the file, and its fields."""
+RawRow = tuple[int, str]
+"""The same with the JSON that is in the file."""
 
 
 def read_records(path: str, wanted: HandoffFilter) -> list[dict[str, Any]]:
@@ -151,23 +153,19 @@ def page(
     first: int,
     below: int = _NO_END,
     number: int = PAGE_RECORDS,
-) -> list[Row]:
+) -> list[RawRow]:
     """Return up to `number` records that are wanted, the oldest first.
 
     Args:
         first, below: numbers from the one on and up to the other, which is not among them.
-
-    Raises:
-        HistoryDamaged: one of them is not what was written.
     """
     where, values = _where(wanted)
     with translated(path, "read"):
-        rows = connection.execute(
+        return connection.execute(
             "SELECT id, record FROM handoffs"  # noqa: S608 - the words are ours, the values bound
             f" WHERE id >= ? AND id < ?{where} ORDER BY id LIMIT ?",
             (first, below, *values, number),
         ).fetchall()
-    return [(key, _fields(path, record)) for key, record in rows]
 
 
 def _records(connection: sqlite3.Connection, path: str, wanted: HandoffFilter) -> Iterator[Row]:
@@ -187,7 +185,8 @@ def pages(
 ) -> Iterator[Row]:
     """Yield what is wanted page by page; between two of them nothing of the file is held."""
     while rows := page(connection, path, wanted, first, below):
-        yield from rows
+        for key, record in rows:
+            yield key, fields_of(path, record)
         first = rows[-1][0] + 1
 
 
@@ -223,11 +222,16 @@ def _where(wanted: HandoffFilter) -> tuple[str, list[Any]]:
     return text, values
 
 
-def _fields(path: str, record: object) -> dict[str, Any]:
-    try:
-        fields = json.loads(record) if isinstance(record, str) else None
-    except (ValueError, RecursionError):
-        fields = None
+def fields_of(path: str, record: object) -> dict[str, Any]:
+    """Return the fields of a record's JSON.
+
+    Raises:
+        HistoryDamaged: it is not what was written: a JSON object in ASCII.
+    """
+    fields = None
+    if isinstance(record, str) and record.isascii():
+        with contextlib.suppress(ValueError, RecursionError):
+            fields = json.loads(record)
     if not isinstance(fields, dict):
         raise damaged(path, "a record in it is no JSON object")
     return fields

@@ -133,7 +133,8 @@ class HistoryStore:
         with self._lock, self._closed_on_error("read"):
             connection = self._opened()
             first = reading.first_id(connection, wanted)
-            return reading.page(connection, str(self.path), wanted, first, number=number)
+            rows = reading.page(connection, str(self.path), wanted, first, number=number)
+            return [(key, reading.fields_of(str(self.path), text)) for key, text in rows]
 
     def write(self, rows: Sequence[Row], keep: Keep) -> bool:
         """Add records, all or none, and delete some that are too many or too old.

@@ -40,9 +40,7 @@ def find(program: str) -> str | None:
     return shutil.which(program, path=os.pathsep.join([*os.get_exec_path(), *_ALSO_SEARCHED]))
 
 
-def run(
-    program: str, *arguments: str, stdin: str = "", timeout_s: float | None = None
-) -> Done:
+def run(program: str, *arguments: str, stdin: str = "", timeout_s: float | None = None) -> Done:
     """Run one of systemd's programs to its end.
 
     Args:

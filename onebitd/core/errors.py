@@ -8,6 +8,11 @@
     |-- ShareLayoutError          a shared memory's header cannot be (core/share_layout)
     |-- UnitFilesError            units cannot be installed or removed (core/unit_layout)
     |-- CostFileError             learned costs cannot be kept (adapters/cost_file)
+    |-- HistoryFileError          past handoffs cannot be kept or read (adapters/history_errors)
+    |   |-- NoHistory             exit 3: there are none
+    |   |-- HistoryDenied         exit 4: not by this user
+    |   |-- HistoryDamaged        the file is not what a daemon wrote
+    |   `-- HistoryTooNew         a later onebitd wrote it
     |-- NeedsRoot                 exit 4: only root may do this (surfaces/cli_units)
     |-- ClientError               a question to the control socket has no answer (client)
     |-- InstanceTaken             exit 3: another process has this instance or port

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, Final
 
 from onebitd.adapters import systemd_tools
@@ -21,6 +24,7 @@ from onebitd.doctor.service import NoService, Service
 from onebitd.surfaces import cli_terminal
 
 EXIT_DENIED: Final = 4
+_ENDINGS: Final = (signal.SIGTERM, signal.SIGHUP)
 _DENIED: Final = "permission denied"
 
 
@@ -55,11 +59,12 @@ def run(options: Options) -> int:
     request = _request(options, place, found, environ)
     _progress(f"checking {'inside ' + place.unit if is_inside else 'here'} ...")
     try:
-        if is_inside and found is not None:
-            entered = dataclasses.replace(found, place=place)
-            report = service.run_inside(entered, request, environ)
-        else:
-            report = _run_here(request)
+        with _ended_in_order():
+            if is_inside and found is not None:
+                entered = dataclasses.replace(found, place=place)
+                report = service.run_inside(entered, request, environ)
+            else:
+                report = _run_here(request)
     finally:
         _progress("")
     checks = [_amended(one, report.facts, place) for one in report.findings]
@@ -86,7 +91,32 @@ def _run_here(request: Request) -> Report:
 
     from onebitd.doctor import inside  # with numpy and half of the daemon
 
-    return trio.run(inside.examine, request, strict_exception_groups=True)
+    try:
+        return trio.run(inside.examine, request, strict_exception_groups=True)
+    except BaseExceptionGroup as group:
+        if group.subgroup(KeyboardInterrupt) is None:
+            raise
+        raise KeyboardInterrupt from None
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end the block as Ctrl-C does, and this process after it."""
+    caught: list[int] = []
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        caught.append(number)
+        signal.raise_signal(signal.SIGINT)  # whose handler knows when the event loop may be left
+
+    before = {number: signal.signal(number, interrupt) for number in _ENDINGS}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if caught:
+            os.kill(os.getpid(), caught[0])
 
 
 def _find(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from onebitd.core.config import Config
 from onebitd.core.errors import ConfigError, UsageError
 from onebitd.doctor import decoder, devices, kept, lock, model, provider, sight, space
 from onebitd.doctor.finding import Finding, State, failed, ok, skipped
-from onebitd.doctor.place import Place
+from onebitd.doctor.place import Place, folded
 from onebitd.doctor.request import Report, Request, request_from
 from onebitd.doctor.trial import Trials
 from onebitd.surfaces import daemon_args
@@ -143,11 +144,12 @@ def _load(request: Request, environ: Mapping[str, str], findings: list[Finding])
 
 
 def _config_fix(line: str, here: Place) -> str:
-    if "permission denied" in line and here.config_file:
-        return f"{here.sudo}chgrp onebitd {here.config_file} && {here.sudo}chmod 640 " + (
-            here.config_file
-        )
-    return here.edit()
+    if "permission denied" not in line or not here.config_file:
+        return here.edit()
+    if not here.inside and not here.is_root:
+        return f"sudo onebitctl -i {here.instance} doctor"
+    file = shlex.quote(here.config_file)
+    return folded([f"{here.sudo}chgrp onebitd {file} &&", f"{here.sudo}chmod 640 {file}"])
 
 
 def _facts(config: Config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from onebitd.adapters import device_access, lock_probe
+from onebitd.adapters import lock_probe
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.process import Guard
 from onebitd.adapters.provider_process import run_provider
@@ -174,9 +174,7 @@ async def _run_locked(trial: Trial, slots: SlotFiles, files: RunFiles) -> Findin
             return warning(_RUN, f"not run: {error.detail}", "onebitctl lock")
         if error.reason is Reason.LOCK_UNUSABLE:
             return failed(_RUN, error.detail, lock_check.make_fix(lock.path, trial.place))
-        lacks = device_access.refusal(error.detail)
-        text = f"one token: {error.detail}{f'; {lacks}' if lacks else ''}"
-        return failed(_RUN, text, _by_hand(trial.config))
+        return failed(_RUN, f"one token: {error.detail}", _by_hand(trial.config))
 
 
 async def _run_once(trial: Trial, slots: SlotFiles, files: RunFiles) -> Finding:

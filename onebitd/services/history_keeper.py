@@ -9,7 +9,8 @@ from __future__ import annotations
 import collections
 import datetime as dt
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -24,7 +25,7 @@ from onebitd.core import paths
 from onebitd.core.config import HistoryConfig
 from onebitd.core.handoff_filter import HandoffFilter
 from onebitd.core.handoff_summary import summarise
-from onebitd.services.history import Fields, History, encoded
+from onebitd.services.history import Fields, History
 from onebitd.services.late_writes import LateWrites
 
 log = structlog.get_logger()
@@ -42,6 +43,8 @@ LOAD_WAIT_S: Final = 2.0
 _READERS: Final = 2
 _CLOSE_S: Final = 2.0
 _PRUNE_PAUSE_S: Final = 0.05
+_GENTLE_RECORDS: Final = 20
+_GENTLE_S: Final = 0.0001
 
 
 class HistoryKeeper:
@@ -238,7 +241,11 @@ class HistoryKeeper:
                 rows = reading.page(connection, path, wanted, first + offset, below + offset)
             if not rows:
                 return None
-            return rows[-1][0] + 1 - offset, encoded(fields for _, fields in rows)
+            lines = []
+            for _, record in _gently(rows):
+                reading.fields_of(path, record)  # what is sent on is looked at first
+                lines.append(record.encode("ascii"))
+            return rows[-1][0] + 1 - offset, lines
 
         path, offset = str(self._store.path), self._offset or 0
         try:
@@ -260,9 +267,8 @@ class HistoryKeeper:
             if offset is None or first is None:
                 return
             with reading.opened(path) as connection:
-                for _, fields in reading.pages(
-                    connection, path, wanted, first + offset, below + offset
-                ):
+                found = reading.pages(connection, path, wanted, first + offset, below + offset)
+                for _, fields in _gently(found):
                     if gone:
                         return
                     yield fields
@@ -286,6 +292,14 @@ class HistoryKeeper:
         if isinstance(error, HistoryDamaged):
             self._found_damage = error
         self._writes.touch()
+
+
+def _gently(rows: Iterable[_T]) -> Iterator[_T]:
+    """Let the event loop's thread go first now and then: else it waits 5 ms for each turn."""
+    for number, row in enumerate(rows):
+        if not number % _GENTLE_RECORDS:
+            time.sleep(_GENTLE_S)
+        yield row
 
 
 async def _in_thread(work: Callable[[], _T]) -> _T:

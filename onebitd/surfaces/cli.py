@@ -12,13 +12,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from onebitd import __version__
 from onebitd.client import ClientError, ControlClient, Refused, choose_socket
 from onebitd.core import paths
 from onebitd.core.errors import OnebitError
-from onebitd.surfaces import cli_text
+from onebitd.surfaces import cli_terminal
 
 EXIT_NOT_FINE: Final = 1
 EXIT_USAGE: Final = 2
@@ -34,9 +34,12 @@ class _Parser(argparse.ArgumentParser):
     """A parser that does not import shutil: a tenth of a status, only to know the width of help."""
 
     def _get_formatter(self) -> argparse.HelpFormatter:
-        from onebitd.surfaces import cli_terminal
-
         return argparse.HelpFormatter(self.prog, width=cli_terminal.size().columns - 2)
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        lines = cli_terminal.fitting(f"{self.prog}: error: {message}")
+        self.exit(EXIT_USAGE, "\n".join(lines) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -213,7 +216,8 @@ def run_config(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(config)
     else:
-        _print(pages.config_page(config))
+        columns = cli_terminal.size().columns if sys.stdout.isatty() else None
+        _print(pages.config_page(config, columns))
     return 0
 
 
@@ -312,8 +316,7 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 def _tell(message: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(f"onebitctl: {cli_text.clean(message)}\n")
+    cli_terminal.tell(message)
 
 
 def _open_missing_streams() -> None:

@@ -78,12 +78,16 @@ def summary_page(summary: Mapping[str, Any], width: int | None, *, colour: bool)
 
 
 def _span(summary: Mapping[str, Any], count: int) -> str:
-    times = []
+    days, times = [], []
     for name in ("first_time", "last_time"):
         moment = moment_of(summary.get(name))
-        times.append("?" if moment is None else f"{moment.astimezone():%a %Y-%m-%d %H:%M:%S}")
-    what = "1 handoff" if count == 1 else f"{count} handoffs"
-    return f"{what}, {times[0]}" if count == 1 else f"{what}, {times[0]} to {times[1]}"
+        day, time = ("?", "?") if moment is None else f"{moment.astimezone():{_MOMENT}}".split(", ")
+        days.append(day)
+        times.append(time)
+    what = f"{count} handoff{'' if count == 1 else 's'}, {days[0]}, {times[0]}"
+    if count == 1:
+        return what
+    return f"{what} to {times[1]}" if days[0] == days[1] else f"{what} to {days[1]}, {times[1]}"
 
 
 def _outcomes(summary: Mapping[str, Any], count: int, *, colour: bool) -> Iterator[str]:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 from onebitd.core.errors import UsageError
 from onebitd.core.handoff_filter import MAX_LIMIT, WORDS, HandoffFilter
 from onebitd.surfaces import cli_terminal
-from onebitd.surfaces.cli_text import clean
 
 if TYPE_CHECKING:
     from onebitd.client import ControlClient, NoDaemon
@@ -252,5 +251,4 @@ def _say(text: str) -> None:
 
 
 def _tell(message: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(f"onebitctl: {clean(message)}\n")
+    cli_terminal.tell(message)

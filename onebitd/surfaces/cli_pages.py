@@ -6,22 +6,38 @@ They take plain mappings and read them with care: the daemon may be of another v
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from onebitd.surfaces.cli_text import clean, part_of
+from onebitd.surfaces.cli_text import clean, part_of, wrap
+from onebitd.surfaces.cli_width import columns_of
 
 
-def config_page(config: Mapping[str, Any]) -> str:
-    """Return key, source and value of each setting; the value is last, as it may be long."""
+_HANGING: Final = " " * 4
+
+
+def config_page(config: Mapping[str, Any], columns: int | None = None) -> str:
+    """Return key, source and value of each setting; the value is last, as it may be long.
+
+    Args:
+        config: of the daemon.
+        columns: that a line may have; a value that does not fit has lines of its own. None: as it
+            is, a setting a line.
+    """
     rows = []
     for key, entry in config.items():
         found = entry if isinstance(entry, Mapping) else {"value": entry}
         rows.append((clean(key), _value(found.get("value")), clean(str(found.get("source", "?")))))
     wide = max((len(key) for key, _, _ in rows), default=0)
     wide_source = max((len(source) for _, _, source in rows), default=0)
-    return "\n".join(
-        f"{key:<{wide}}  {source:<{wide_source}}  {value}" for key, value, source in rows
-    )
+    lines = []
+    for key, value, source in rows:
+        line = f"{key:<{wide}}  {source:<{wide_source}}  {value}"
+        if columns is None or columns_of(line) <= columns:
+            lines.append(line)
+        else:
+            lines.append(f"{key:<{wide}}  {source}")
+            lines += wrap(value, _HANGING, _HANGING, columns)
+    return "\n".join(lines)
 
 
 def reload_line(answer: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import Final, Literal
 
 from onebitd.core.errors import OnebitError, UsageError
-from onebitd.surfaces import cli_text
+from onebitd.surfaces import cli_terminal, cli_text
 
 EXIT_FAILED: Final = 1
 EXIT_DENIED: Final = 4
@@ -132,6 +132,5 @@ def say(text: str) -> None:
 
 def tell(text: str) -> None:
     """Print a message, each line of it, to stderr."""
-    sys.stdout.flush()
     for line in text.splitlines():
-        sys.stderr.write(f"onebitctl: {cli_text.clean(line)}\n")
+        cli_terminal.tell(line)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from onebitd.surfaces.cli_text import PAGE_COLUMNS
+from onebitd.surfaces.cli_text import PAGE_COLUMNS, clean, wrap
+
+
+_LEAST_COLUMNS: Final = 20
 
 
 class Size(NamedTuple):
@@ -34,6 +37,24 @@ def has_colour() -> bool:
     """Tell whether somebody sees colours there, and did not say no."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return sys.stdout.isatty() and not plain
+
+
+def tell(message: str) -> None:
+    """Write a message to stderr, after what stdout has; on a terminal its lines end at words."""
+    sys.stdout.flush()
+    text = f"onebitctl: {clean(message)}"
+    sys.stderr.write("\n".join(fitting(text)) + "\n")
+
+
+def fitting(text: str) -> list[str]:
+    """Return lines of a text for stderr: they fit a terminal, elsewhere it is one."""
+    if not sys.stderr.isatty():
+        return [text]
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except OSError:
+        columns = 0
+    return wrap(text, "", "  ", columns) if columns >= _LEAST_COLUMNS else [text]
 
 
 def write(text: str) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from onebitd.doctor.finding import Finding, State
 from onebitd.doctor.place import Place
 from onebitd.doctor.request import Request
 from onebitd.surfaces import cli
-from tests.harness import STANDINS
+from tests.harness import STANDINS, wait_until
 from tests.llama_builds import short_temporary_directory
 from tests.standins import tiny_state
 from tests.systemd.instances import toml
@@ -195,6 +198,30 @@ def test_doctor_prints_a_page_or_json_and_fails_with_one(
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert (found["instance"], found["where"]) == ("q", "here")
     assert {"name", "state", "message", "fix"} == set(found["checks"][0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_doctor_that_is_ended_leaves_nothing(setup: Setup, number: signal.Signals) -> None:
+    """Ctrl-C in the middle of a load: no decoder, no directory, no traceback."""
+    setup.config["backend"]["args"] = ["--load-delay", "600"]
+    file, run = setup.file, setup.home / "run"
+    with subprocess.Popen(
+        [sys.executable, "-m", "onebitd.surfaces.cli", "doctor", "--here", "--config", str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XDG_RUNTIME_DIR": str(run)},
+    ) as process:
+        try:
+            wait_until(lambda: list(run.glob("*/backend.sock")), "the decoder loads")
+            process.send_signal(number)
+            said = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert said == ("", "")
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert list(run.iterdir()) == []
+    assert subprocess.run(["pgrep", "-f", str(run)], check=False).returncode == 1
 
 
 @pytest.mark.parametrize(

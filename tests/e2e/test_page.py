@@ -187,11 +187,12 @@ def test_page_fits_and_can_be_read(
     if not route.daemon.handoffs():
         route.daemon.chat("something to show")
     open_page(browser, route)
+    browser.wait("return document.querySelectorAll('#recent tr').length > 0", "a handoff")
     for actual in {width, 360, 1920} if width == 1280 else {width}:
         browser.look(actual, 900, scheme)
         assert browser.run("return document.documentElement.scrollWidth") <= actual
+        assert browser.run(_CUT_OFF) == []
     browser.look(width, 900, scheme)
-    browser.wait("return document.querySelectorAll('#recent tr').length > 0", "a handoff")
     picture = tmp_path / "page.png"
     browser.picture(picture)
     assert struct.unpack(">I", picture.read_bytes()[16:20]) == (width,)
@@ -200,6 +201,11 @@ def test_page_fits_and_can_be_read(
     assert browser.run(_CONTRAST) == []
     assert browser.console() == []
 
+
+_CUT_OFF = """
+const boxes = [...document.querySelectorAll(".scroll")];
+return boxes.filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.id);
+"""
 
 _CONTRAST = """
 const light = (text) => {

@@ -371,13 +371,36 @@ def test_watch_draws_in_place_survives_a_restart_and_gives_the_terminal_back(
         assert child.rest().endswith("\x1b[?7h\x1b[?25h\x1b[?1049l")
 
 
-def test_watch_that_is_terminated_gives_the_terminal_back(runtime: Path) -> None:
-    """`kill` and a closed session leave no terminal without a cursor."""
-    with watching(runtime, "-i", "none", "status", "--watch") as child:
+def test_watch_that_is_stopped_or_terminated_gives_the_terminal_back(runtime: Path) -> None:
+    """Ctrl-Z, `kill` and a closed session leave no terminal without a cursor."""
+    entered, left = re.escape("\x1b[?1049h\x1b[?25l"), re.escape("\x1b[?25h\x1b[?1049l")
+    with watching(runtime, "-i", "none", "status", "--watch", "600") as child:
         child.until(r"no onebitd runs for")
+        child.process.send_signal(signal.SIGTSTP)
+        child.until(left)
+        with continued(child.process.pid):
+            child.until(rf"{entered}.*no onebitd runs for")  # the page is drawn again at once
         child.process.terminate()
         assert child.process.wait(PATIENCE_S) == 128 + signal.SIGTERM
-        assert child.rest().endswith("\x1b[?25h\x1b[?1049l")
+        assert re.search(rf"{left}$", child.rest())
+
+
+@contextlib.contextmanager
+def continued(pid: int) -> Iterator[None]:
+    """Continue a process, whenever it stops."""
+    over = threading.Event()
+
+    def go_on() -> None:
+        while not over.wait(0.02):
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("words", [(), ("--json",)])

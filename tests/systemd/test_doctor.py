@@ -21,8 +21,10 @@ from tests.systemd.instances import (
     STANDIN_PROVIDER,
     TINY_MODEL,
     Instance,
+    configuration,
     instance_in,
     remove_instances,
+    toml,
     write_instance,
 )
 
@@ -238,3 +240,27 @@ def test_doctor_of_a_stranger_says_that_only_root_may(well: Instance, ill: Insta
     first = shlex.split(done.stdout.splitlines()[0].replace("(", "").replace(")", ""))
     assert first[:5] == ["well:", "checked", "here,", "as", "alice,"]
     assert "only root may take the place of" in " ".join(done.stdout.split())
+
+
+def test_doctor_of_a_users_own_service_needs_no_root(ill: Instance) -> None:
+    """Run by the user's own service manager, with that user's files and commands without sudo."""
+    box = ill.box  # has made alice
+    box.run("loginctl", "enable-linger", "alice")
+    try:
+        uid = box.account("alice").uid
+        box.wait_until(lambda: box.exists(f"/run/user/{uid}/bus"), "the user's service manager")
+        file = f"{ALICE}/.config/onebitd/mine.toml"
+        box.write(file, toml(configuration("mine", 8603, real=False)))
+        box.run("chown", "-R", "alice:", f"{ALICE}/.config")
+        argv = (f"{BIN}/onebitctl", "doctor", "--quick", "--json")
+        done = box.run_as("alice", *argv, check=False)
+        left = box.run("ls", f"/run/user/{uid}").stdout
+    finally:
+        box.run("loginctl", "disable-linger", "alice")
+        box.wait_until(lambda: not box.exists(f"/run/user/{uid}"), "the end of the manager")
+    found = json.loads(done.stdout)
+    assert (done.status, found["instance"], found["where"]) == (0, "mine", "service")
+    said = {one["name"]: one for one in found["checks"]}
+    assert said["model.file"]["message"].endswith("readable by alice")
+    assert said["service"]["fix"] == "systemctl --user enable onebitd@mine.service"
+    assert "onebitctl" not in left

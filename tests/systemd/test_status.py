@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def three(installed: Box) -> Iterator[dict[str, Instance]]:
     """One serves; one rests behind its control socket; one cannot start, and has no socket."""
     with ExitStack() as stack:
 
-        def made(name: str, port: int, **more: dict[str, object]) -> Instance:
+        def made(name: str, port: int, **more: Any) -> Instance:
             return stack.enter_context(instance_in(installed, name, port, start=False, **more))
 
         serves, rests = made("serves", 8301), made("rests", 8302)
