@@ -25,7 +25,7 @@ from onebitd.adapters.history_errors import (
     too_new,
     translated,
 )
-from onebitd.core.handoff_filter import WORDS, HandoffFilter
+from onebitd.core.handoff_filter import WORDS, HandoffFilter, parse_time
 
 PAGE_RECORDS: Final = 500
 _BUSY_S: Final = 2.0
@@ -226,12 +226,12 @@ def fields_of(path: str, record: object) -> dict[str, Any]:
     """Return the fields of a record's JSON.
 
     Raises:
-        HistoryDamaged: it is not what was written: a JSON object in ASCII.
+        HistoryDamaged: it is not what was written: a JSON object in ASCII, with its time.
     """
-    fields = None
     if isinstance(record, str) and record.isascii():
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             fields = json.loads(record)
-    if not isinstance(fields, dict):
-        raise damaged(path, "a record in it is no JSON object")
-    return fields
+            parse_time(fields["time"])
+            if isinstance(fields, dict):
+                return fields
+    raise damaged(path, "a record in it is not what was written")

@@ -12,6 +12,7 @@ which SQLite makes like the file itself.
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import json
 import os
 import sqlite3
@@ -123,17 +124,18 @@ class HistoryStore:
                 if stat.S_IMODE(file.stat().st_mode) != 0o600:
                     file.chmod(0o600)
 
-    def last(self, number: int) -> list[Row]:
-        """Return the last records, newest last.
+    def last(self, keep: Keep) -> list[Row]:
+        """Return the last records that are to be kept, newest last.
 
         Raises:
             HistoryDamaged, HistoryFileError: see `open`.
         """
-        wanted = HandoffFilter(limit=number)
+        since = dt.datetime.fromtimestamp(keep.oldest_ms / 1000, dt.UTC)
+        wanted = HandoffFilter(limit=keep.records, since=since)
         with self._lock, self._closed_on_error("read"):
             connection = self._opened()
             first = reading.first_id(connection, wanted)
-            rows = reading.page(connection, str(self.path), wanted, first, number=number)
+            rows = reading.page(connection, str(self.path), wanted, first, number=keep.records)
             return [(key, reading.fields_of(str(self.path), text)) for key, text in rows]
 
     def write(self, rows: Sequence[Row], keep: Keep) -> bool:

@@ -19,6 +19,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator
+from typing import Final
 
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 """What every open of the lock file carries: no link followed, no fifo waited for, no child."""
@@ -71,6 +72,10 @@ class LockStatus:
     problem: str | None
     declared_only: bool = False
     usable: bool = True
+
+
+NOT_LOOKED_AT: Final = LockStatus("", exists=False, held=False, holder=None, problem=None)
+"""For those to whom the lock does not matter."""
 
 
 def probe(path: str | os.PathLike[str]) -> LockStatus:

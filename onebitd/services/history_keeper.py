@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import datetime as dt
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -143,9 +144,7 @@ class HistoryKeeper:
         while is_more:
             batch = list(itertools.islice(self._pending, BATCH_RECORDS))
             rows = [(number + (self._offset or 0), fields) for number, fields in batch]
-            oldest = self._now() - dt.timedelta(days=self._settings.max_age_days)
-            keep = Keep(self._settings.max_records, reading.time_ms_of(oldest))
-            is_more = await _in_thread(partial(self._store.write, rows, keep))
+            is_more = await _in_thread(partial(self._store.write, rows, self._keep()))
             if batch:
                 self._written = batch[-1][0]
             while self._pending and self._pending[0][0] <= self._written:
@@ -159,11 +158,15 @@ class HistoryKeeper:
         # Numbers go on even if the file is a new one, or another one.
         self._offset = max(self._offset or 0, last - self._written)
         if not self._is_restored:
-            rows = await _in_thread(partial(self._store.last, self._history.limit))
+            rows = await _in_thread(partial(self._store.last, self._keep(self._history.limit)))
             offset = self._offset
             self._history.restore([(key - offset, fields) for key, fields in rows])
             self._is_restored = True
             self._loaded.set()
+
+    def _keep(self, most: int = sys.maxsize) -> Keep:
+        oldest = self._now() - dt.timedelta(days=self._settings.max_age_days)
+        return Keep(min(most, self._settings.max_records), reading.time_ms_of(oldest))
 
     async def _remove(self) -> None:
         self._pending.clear()

@@ -78,16 +78,15 @@ def summary_page(summary: Mapping[str, Any], width: int | None, *, colour: bool)
 
 
 def _span(summary: Mapping[str, Any], count: int) -> str:
-    days, times = [], []
-    for name in ("first_time", "last_time"):
-        moment = moment_of(summary.get(name))
-        day, time = ("?", "?") if moment is None else f"{moment.astimezone():{_MOMENT}}".split(", ")
-        days.append(day)
-        times.append(time)
-    what = f"{count} handoff{'' if count == 1 else 's'}, {days[0]}, {times[0]}"
+    moments = [moment_of(summary.get(name)) for name in ("first_time", "last_time")]
+    first, last = (None if one is None else one.astimezone() for one in moments)
+    since = "?" if first is None else f"{first:%a %Y-%m-%d %H:%M:%S}"
     if count == 1:
-        return what
-    return f"{what} to {times[1]}" if days[0] == days[1] else f"{what} to {days[1]}, {times[1]}"
+        return f"1 handoff, {since}"
+    until = "?" if last is None else f"{last:%a %Y-%m-%d %H:%M:%S}"
+    if first is not None and last is not None and first.date() == last.date():
+        until = f"{last:%H:%M:%S}"
+    return f"{count} handoffs, {since} to {until}"
 
 
 def _outcomes(summary: Mapping[str, Any], count: int, *, colour: bool) -> Iterator[str]:

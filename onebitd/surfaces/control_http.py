@@ -15,11 +15,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from types import TracebackType
 from typing import Any, Final, NoReturn, Protocol, Self, cast
 
+import trio
 from quart import Response, jsonify, request
 from quart.wrappers.response import ResponseBody
 from quart_trio import QuartTrio
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound
 
+from onebitd.adapters.lock_probe import LockStatus
 from onebitd.core.control_api import ProviderReset, ReloadAnswer, RequestInFlight, Status
 from onebitd.core.errors import ConfigError, RequestError
 from onebitd.core.handoff_filter import MAX_LIMIT, WORDS, HandoffFilter, parse_time
@@ -41,8 +43,15 @@ class ControlView(Protocol):
     def history(self) -> History:
         """The handoffs of the past, and those to come."""
 
-    def status(self) -> Status:
-        """Return the whole of `/v1/status`, as of now."""
+    def look_at_lock(self) -> LockStatus:
+        """Look at the device lock; any thread may, and it may take twenty milliseconds."""
+
+    def status(self, lock: LockStatus | None) -> Status:
+        """Return the whole of `/v1/status`, as of now.
+
+        Args:
+            lock: what `look_at_lock` found a moment ago.
+        """
 
     def requests(self) -> Sequence[RequestInFlight]:
         """Return the requests that are being served, the oldest first."""
@@ -90,7 +99,8 @@ def create_control_app(
 
     @app.get("/v1/status")
     async def status() -> Response:
-        return jsonify(view.status().to_json())
+        lock = await trio.to_thread.run_sync(view.look_at_lock)
+        return jsonify(view.status(lock).to_json())
 
     @app.get(METRICS_PATH)
     async def exposition() -> Response:

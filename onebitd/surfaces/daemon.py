@@ -20,7 +20,7 @@ import structlog
 import trio
 
 from onebitd import __version__
-from onebitd.adapters import descriptors, logsetup, memory, peers
+from onebitd.adapters import descriptors, lock_probe, logsetup, memory, peers
 from onebitd.adapters.config_file import readable_by_all
 from onebitd.adapters.device_lock import DeviceLock
 from onebitd.adapters.device_sysfs import SYSFS, DeviceReader
@@ -290,7 +290,11 @@ class Daemon:
             self._handoffs.keeper,
         )
         audits.on_change = breaker.on_change = self._tell_manager
-        metrics = Metrics(self._view.status, lambda: len(self._handoffs.in_flight.entries()))
+        # A scrape may come at any time: it waits for no kernel, and nothing is worked out for it.
+        metrics = Metrics(
+            partial(view.status, lock_probe.NOT_LOOKED_AT, weighed=False),
+            lambda: len(self._handoffs.in_flight.entries()),
+        )
         self._history.listen(metrics.count)
         control_app: Any = create_control_app(
             *(self._view, self._reloads.reload, self._handoffs.reset_provider),

@@ -132,9 +132,7 @@ class StatusView:
         """Look at the device lock's file. Any thread may: /proc/locks takes the kernel its time."""
         return lock_probe.probe(self._config.lock.path)
 
-    def status(
-        self, lock: lock_probe.LockStatus | None = None, *, weighed: bool = True
-    ) -> Status:
+    def status(self, lock: lock_probe.LockStatus | None = None, *, weighed: bool = True) -> Status:
         """Return the whole of `/v1/status`, as of now.
 
         Args:

@@ -82,7 +82,7 @@ def test_store_closed_and_opened_again_has_everything_and_counts_on(tmp_path: Pa
         pass
     store = HistoryStore(path)
     assert store.open() == 3
-    assert store.last(2) == rows(2, 3, detail="\ud800 ü", first_byte_ms=1.5)
+    assert store.last(Keep(2, 0)) == rows(2, 3, detail="\ud800 ü", first_byte_ms=1.5)
     store.close()
     assert [file.name for file in path.parent.iterdir()] == ["history.db"]
 
@@ -103,7 +103,7 @@ def test_store_written_twice_has_each_record_once(tmp_path: Path) -> None:
     """A write that nobody waited for may have happened: it is made again without harm."""
     with stored(tmp_path / "h.db", rows(1, 3)) as store:
         store.write(rows(2, 5), ALL)
-        assert [key for key, _ in store.last(10)] == [1, 2, 3, 4, 5]
+        assert [key for key, _ in store.last(Keep(10, 0))] == [1, 2, 3, 4, 5]
 
 
 def test_store_more_than_are_kept_loses_the_oldest_step_by_step(tmp_path: Path) -> None:
@@ -326,10 +326,14 @@ def damage(path: Path, how: str) -> None:
         data[4096:] = b"\xff" * (len(data) - 4096)
     elif how == "record":
         data = data.replace(b'{"request_id":"r2"', b'["request_id","r2" ')
+    elif how == "time":
+        data = data.replace(b'"time":"2026-05-01T00:00:09', b'"time":"2026-O5-01T00:00:09')
+    elif how == "text":
+        data = data.replace(b'"request_id":"r9"', b'"request_id":"\xff9"')
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["garbage", "cut", "pages", "record"])
+@pytest.mark.parametrize("how", ["garbage", "cut", "pages", "record", "time", "text"])
 def test_store_damaged_file_is_told_set_aside_and_begun_anew(tmp_path: Path, how: str) -> None:
     """Opening, loading or writing finds it; the old file is kept, the new one works."""
     path = tmp_path / "h.db"
@@ -342,7 +346,7 @@ def test_store_damaged_file_is_told_set_aside_and_begun_anew(tmp_path: Path, how
     store = HistoryStore(path)
     with pytest.raises(HistoryDamaged):  # noqa: PT012 - whichever of them finds it first
         store.open()
-        store.last(1000)
+        store.last(Keep(1000, 0))
     assert not store.is_open
     aside = store.set_aside("1")
     assert aside.name == "h.db.damaged-1"

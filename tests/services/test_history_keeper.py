@@ -172,6 +172,22 @@ async def test_keeper_bounded_by_count_and_age_and_by_a_reload(tmp_path: Path) -
         await wait_until(lambda: kept.in_file() == [12])
 
 
+async def test_keeper_loads_only_what_is_to_be_kept(tmp_path: Path) -> None:
+    """After a long pause, or with a smaller setting, what is to go is not shown once more."""
+    before = Kept(tmp_path)
+    old = rfc3339(dt.datetime.now(dt.UTC) - dt.timedelta(days=2))
+    async with before.running():
+        before.add(1, 2, time=old)
+        before.add(3, 6)
+    for settings, expected in (
+        (HistoryConfig(9, 1.0), [3, 4, 5, 6]),
+        (HistoryConfig(2, 9), [5, 6]),
+    ):
+        kept = Kept(tmp_path, settings, limit=20)
+        async with kept.running():
+            assert await kept.read() == expected
+
+
 async def test_keeper_that_keeps_nothing_makes_no_file(tmp_path: Path) -> None:
     """`history.max_records = 0`: not even a key or a directory."""
     kept = Kept(tmp_path / "state", HistoryConfig(0, 30.0))

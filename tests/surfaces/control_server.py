@@ -16,6 +16,7 @@ import trio
 from hypercorn.typing import ASGIFramework
 from quart_trio import QuartTrio
 
+from onebitd.adapters import lock_probe
 from onebitd.core.control_api import (
     BackendStatus,
     LockStatus,
@@ -85,7 +86,11 @@ class FakeView:
         self.learned = Costs()
         self.serving: list[RequestInFlight] = []
 
-    def status(self) -> Status:
+    def look_at_lock(self) -> lock_probe.LockStatus:
+        """Return one of no interest; the status that the test makes has its own."""
+        return lock_probe.NOT_LOOKED_AT
+
+    def status(self, lock: lock_probe.LockStatus | None = None) -> Status:
         """Return a healthy status with the test's changes, or fail."""
         if self.broken:
             raise RuntimeError("planted")
