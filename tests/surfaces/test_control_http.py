@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 
+from onebitd.adapters import lock_probe
 from onebitd.core.config import HistoryConfig
 from onebitd.core.control_api import ProviderReset, ReloadAnswer, RequestInFlight
 from onebitd.core.errors import ConfigError, RequestError
@@ -106,6 +108,25 @@ async def test_status_is_the_whole_of_the_dataclass_in_its_order(control: Contro
     assert body == control.view.status().to_json()
     assert list(body)[:5] == ["version", "instance", "pid", "uptime_s", "state"]
     assert body["handoffs"]["by_reason"] == {"lock_busy": 1}
+
+
+async def test_status_while_the_kernel_is_slow_with_the_lock_others_are_answered(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is looked at off the event loop: replies were held up for as long as that took."""
+    looking, answered = threading.Event(), threading.Event()
+
+    def look() -> lock_probe.LockStatus:
+        looking.set()
+        assert answered.wait(30)
+        return lock_probe.NOT_LOOKED_AT
+
+    monkeypatch.setattr(control.view, "look_at_lock", look)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(control.ask, "/v1/status")
+        await trio.to_thread.run_sync(looking.wait)
+        assert (await control.ask("/v1/requests"))[0] == 200
+        answered.set()
 
 
 @pytest.mark.parametrize(
