@@ -69,18 +69,20 @@ WATCHER = 'trap "" TERM INT HUP; read -r pid && { read -r _; kill -9 "$pid"; } 2
 
 EPILOG = f"""\
 environment (a flag wins over its variable):
-  ONEBIT_PREFILL_LLAMA_SERVER    --llama-server; then ONEBIT_LLAMA_SERVER, then llama-server
+  ONEBIT_PREFILL_LLAMA_SERVER    --llama-server; without it ONEBIT_LLAMA_SERVER
   ONEBIT_PREFILL_LLAMA_ARGS      --llama-args, split like a shell does
   ONEBIT_PREFILL_LLAMA_DEVICE    --device
   ONEBIT_PREFILL_LLAMA_CTX_SIZE  --ctx-size
   ONEBIT_PREFILL_LLAMA_TIMEOUT   --timeout
 
-exit status: 0 all is written, and the last line on stdout is {{"prefill_ms": MS}};
-{EXIT_USAGE} usage, or a bad ids file, header file or model path; \
-{EXIT_START} llama-server could not start;
-{EXIT_PREFILL} the prefill failed;
-{EXIT_WRITE} STATE_FILE or the shared memory could not be written;
-{EXIT_LAYOUT} the shared memory is not laid out for this state, and nothing was written.
+exit status:
+  0  all is written, and the last line on stdout is {{"prefill_ms": MS}}
+  {EXIT_USAGE}  usage, or a bad ids file, header file or model path
+  {EXIT_START}  llama-server could not start
+  {EXIT_PREFILL}  the prefill failed
+  {EXIT_WRITE}  STATE_FILE or the shared memory could not be written
+  {EXIT_LAYOUT}  the shared memory is not laid out for this state; nothing was written
+
 The last line on stderr says why.
 """
 
@@ -191,8 +193,8 @@ def contract_parser(program: str, what: str, epilog: str) -> Parser:
     """Return a parser with the contract's own flags; `what` begins the description."""
     parser = Parser(
         prog=program,
-        description=f"{what}, and write the state file (--out) or the rows into a decoder's memory "
-        "(--layout and --fds).",
+        description=f"{what},\nand write the state file (--out), or the rows into a decoder's "
+        "memory\n(--layout and --fds).",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -71,12 +71,13 @@ class Exposition(Collector):
 
 
 def _in_librarys_shape(family: Family) -> LibraryMetric:
+    """Return it; a label that is no text in UTF-8 would keep all the others from being told."""
     metric = family.metric
     names = list(metric.labels)
     if metric.name.endswith(_INFO):
         info = InfoMetricFamily(metric.name.removesuffix(_INFO), metric.doc)
         for values in family.numbers:
-            info.add_metric([], dict(zip(names, values, strict=True)))
+            info.add_metric([], dict(zip(names, map(_text, values), strict=True)))
         return info
     if metric.kind is Kind.HISTOGRAM:
         histogram = HistogramMetricFamily(metric.name, metric.doc, labels=names)
@@ -90,3 +91,7 @@ def _in_librarys_shape(family: Family) -> LibraryMetric:
     for labels, value in family.numbers.items():
         found.add_metric(labels, value)
     return found
+
+
+def _text(label: str) -> str:
+    return label.encode("utf-8", "replace").decode()

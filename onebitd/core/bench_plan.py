@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 DECODER: Final = "decoder"
@@ -34,8 +34,8 @@ class Run:
     round: int
 
 
-def schedule(lengths: Sequence[int], ways: Sequence[str], repeat: int) -> list[Run]:
-    """Return the runs in their order.
+def schedule(lengths: Sequence[int], ways: Sequence[str], repeat: int) -> Iterator[Run]:
+    """Yield the runs in their order, `repeat + 1` of each way at each length.
 
     Every round has each length and each way once, so that a box that grows warm, or is busier for
     a while, does so for all of them; the ways of a length follow each other closely, and each
@@ -44,11 +44,9 @@ def schedule(lengths: Sequence[int], ways: Sequence[str], repeat: int) -> list[R
     >>> [(run.way, run.round) for run in schedule([64], ["decoder", "file"], 1)]
     [('decoder', 0), ('file', 0), ('file', 1), ('decoder', 1)]
     """
-    runs = []
     for number in range(repeat + 1):
         ordered = ways if number % 2 == 0 else ways[::-1]
-        runs += [Run(tokens, way, number) for tokens in lengths for way in ordered]
-    return runs
+        yield from (Run(tokens, way, number) for tokens in lengths for way in ordered)
 
 
 def nonsense(words: int, chance: random.Random) -> str:

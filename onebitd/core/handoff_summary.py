@@ -120,7 +120,7 @@ class _Tally:
             self._tokens[field] += int(_number(record.get(field)) or 0)
         for name, (of, over) in _RATES.items():
             amount, took_ms = _number(record.get(of)), _number(record.get(over))
-            if amount and took_ms:
+            if amount and took_ms and amount / took_ms < _ABSURD:
                 self._rates[name].append(amount / took_ms * 1000)
         prompt_hash = record.get("prompt_hash")
         if isinstance(prompt_hash, str):

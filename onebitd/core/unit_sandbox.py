@@ -57,15 +57,15 @@ SYSTEM_SPECIFIERS: Final = {
 """Those of systemd.unit(5) that do not depend on the unit's name, for the system's manager."""
 
 
-def user_specifiers(environ: Mapping[str, str], uid: int) -> dict[str, str]:
-    """Return the same for the manager of a user."""
-    home = environ.get("HOME", "/")
+def user_specifiers(variables: Mapping[str, str], uid: int) -> dict[str, str]:
+    """Return the same for the manager of a user, by its variables."""
+    home = variables.get("HOME", "/")
     return {
         **SYSTEM_SPECIFIERS,
-        "%t": environ.get("XDG_RUNTIME_DIR", f"/run/user/{uid}"),
-        "%S": environ.get("XDG_STATE_HOME", f"{home}/.local/state"),
-        "%C": environ.get("XDG_CACHE_HOME", f"{home}/.cache"),
-        "%E": environ.get("XDG_CONFIG_HOME", f"{home}/.config"),
+        "%t": variables.get("XDG_RUNTIME_DIR", f"/run/user/{uid}"),
+        "%S": variables.get("XDG_STATE_HOME", f"{home}/.local/state"),
+        "%C": variables.get("XDG_CACHE_HOME", f"{home}/.cache"),
+        "%E": variables.get("XDG_CONFIG_HOME", f"{home}/.config"),
         "%h": home,
     }
 

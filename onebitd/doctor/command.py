@@ -16,7 +16,7 @@ from onebitd.adapters import systemd_tools
 from onebitd.adapters.config_file import path_for
 from onebitd.client import AccessDenied, ClientError, ControlClient
 from onebitd.core import paths
-from onebitd.doctor import daemon, finding, lock, page, port, service, sight, unit
+from onebitd.doctor import daemon, devices, finding, lock, page, port, service, sight, unit
 from onebitd.doctor.finding import Finding, State, failed, skipped
 from onebitd.doctor.place import Place
 from onebitd.doctor.request import Report, Request
@@ -168,9 +168,9 @@ def _amended(one: Finding, facts: Mapping[str, Any], place: Place) -> Finding:
 def _from_outside(
     found: Service | None, facts: Mapping[str, Any], place: Place, environ: Mapping[str, str]
 ) -> list[Finding]:
-    """Return what is checked from here: the port, the unit, the daemon, the lock's directory."""
+    """Return what is checked from here: unit, daemon, ports, users of devices, the lock's place."""
     status, why_not = _ask(found, place, environ)
-    findings = daemon.judge(status, why_not, place)
+    findings = [*daemon.judge(status, why_not, place), *devices.check_users()]
     if facts:
         ours = [status["pid"]] if status is not None and "pid" in status else []
         findings += _ports(facts, ours, place)

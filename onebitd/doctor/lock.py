@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Any, Final
@@ -10,11 +11,14 @@ from typing import Any, Final
 from onebitd.adapters import lock_probe
 from onebitd.core.config import LockConfig
 from onebitd.core.paths import DEVICE_LOCK
+from onebitd.doctor import sight
 from onebitd.doctor.finding import Finding, failed, ok, skipped, warning
 from onebitd.doctor.place import Place
 
 NAME: Final = "lock"
 _SHARED: Final = "lock.shared"
+_GROUP: Final = re.compile(r"join the group (\S+)$")
+"""The end of what `lock_probe.why_denied` says where membership would do."""
 
 
 def check(config: LockConfig, place: Place) -> Finding:
@@ -29,7 +33,9 @@ def judge(found: lock_probe.LockStatus, place: Place) -> Finding:
     path = found.path
     if found.problem is not None:
         make = failed if not found.usable else warning
-        return make(NAME, f"{path}: {found.problem}", make_fix(path, place))
+        group = _GROUP.search(found.problem)
+        fix = place.join(group[1], sight.own_name()) if group else make_fix(path, place)
+        return make(NAME, f"{path}: {found.problem}", fix)
     if not found.exists:
         text = (
             f"{path} does not exist yet: whoever takes it first makes it, and programs of another"

@@ -72,6 +72,12 @@ class Place:
         reload = folded([f"{self.systemctl} daemon-reload &&", self.restart])
         return f"{written}\n  {folded([install, file])}\n{reload}"
 
+    def join(self, group: str, user: str) -> str:
+        """Return the commands that put the daemon's user into a group."""
+        if self.inside and self.scope == "system":
+            return self.drop_in("groups", f"SupplementaryGroups={group}")
+        return f"{self.sudo}usermod -aG {group} {shlex.quote(user)}  # then log in again"
+
     def edit(self) -> str:
         """Return the command that opens the configuration."""
         file = shlex.quote(self.config_file or f"/etc/onebitd/{self.instance}.toml")

@@ -50,14 +50,16 @@ EXAMPLE_VARIABLE = provider_contract.STATE_EXAMPLE_VARIABLE
 EPILOG = f"""\
 environment (a flag wins over its variable):
   {EXAMPLE_VARIABLE}   --like
-  OPENBLAS_NUM_THREADS   threads of the matrix products, as numpy's library reads it
+  OPENBLAS_NUM_THREADS   threads of the matrix products
 
-exit status: 0 all is written, and the last line on stdout is {{"prefill_ms": MS}};
-{EXIT_USAGE} usage, or a bad ids file, header file or model file;
-{EXIT_START} the model is of an architecture that is not known here, or the gguf package is missing;
-{EXIT_PREFILL} the prefill failed; \
-{EXIT_WRITE} STATE_FILE or the shared memory could not be written;
-{EXIT_LAYOUT} the decoder's cache is one that this engine cannot write, and nothing was written.
+exit status:
+  0  all is written, and the last line on stdout is {{"prefill_ms": MS}}
+  {EXIT_USAGE}  usage, or a bad ids file, header file or model file
+  {EXIT_START}  an architecture that is not known here, or no package gguf
+  {EXIT_PREFILL}  the prefill failed
+  {EXIT_WRITE}  STATE_FILE or the shared memory could not be written
+  {EXIT_LAYOUT}  this engine cannot write the decoder's kind of cache; nothing was written
+
 The last line on stderr says why.
 """
 
@@ -84,7 +86,7 @@ def parse_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     Exits 2 with one line on stderr for a bad one, 0 for --help and --version.
     """
     known = ", ".join(ARCHITECTURES)
-    what = f"Prefill a prompt with numpy, for models of the architectures {known}"
+    what = f"Prefill a prompt with numpy, for models of {known}"
     parser = contract_parser(PROGRAM, what, EPILOG)
     add = parser.add_argument
     add(

@@ -9,7 +9,7 @@ import contextlib
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -109,13 +109,26 @@ def write_whole(path: str, data: bytes) -> None:
     Raises:
         UsageError: it cannot be written.
     """
+    _write_then(path, data, lambda part, target: part.replace(target))
+
+
+def check_writable(path: str) -> None:
+    """Find out before long work whether `write_whole` could write there; the file stays as it is.
+
+    Raises:
+        UsageError: it could not.
+    """
+    _write_then(path, b"", lambda part, _: part.unlink())
+
+
+def _write_then(path: str, data: bytes, finish: Callable[[Path, Path], object]) -> None:
     target = Path(os.path.realpath(path))
     if os.path.lexists(target) and not target.is_file():
         raise UsageError(f"{path}: not a regular file; it is left as it is")
     part = Path(f"{target}.{os.getpid()}.part")
     try:
         part.write_bytes(data)
-        part.replace(target)
+        finish(part, target)
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()

@@ -49,7 +49,7 @@ def draw(found: Report, title: str) -> bytes:
     for judged in found.routes:
         for tokens in judged.even_tokens:
             axes.axvline(tokens, color=COLOURS[judged.route], linestyle="--", linewidth=1)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title, fontsize=10, parse_math=False)  # a model may be called $x
     axes.set_xlabel("prompt length in tokens")
     axes.set_ylabel("time to first byte in ms")
     axes.set_xlim(left=0)

@@ -30,11 +30,20 @@ if TYPE_CHECKING:
     _Register = Callable[[_Commands, argparse.ArgumentParser], None]
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Breaks lines at blanks only: a path that was cut at a hyphen cannot be copied."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        import textwrap
+
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that does not import shutil: a tenth of a status, only to know the width of help."""
 
     def _get_formatter(self) -> argparse.HelpFormatter:
-        return argparse.HelpFormatter(self.prog, width=cli_terminal.size().columns - 2)
+        return _HelpFormatter(self.prog, width=cli_terminal.size().columns - 2)
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -82,7 +91,8 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
         prog="onebitctl",
         description="Show what onebitd is doing, and install and stop its services.",
-        epilog="Exit status: 0 fine; 1 it answered, and is not ready or something is wrong;"
+        epilog="`onebitctl COMMAND --help` has the options of a command, onebitctl(1) examples,"
+        " onebitd(8) the outcomes and reasons. Exit status: 0 fine; 1 it answered, and is not ready or something is wrong;"
         " 2 usage; 3 no daemon there; 4 permission denied.",
         allow_abbrev=False,
         parents=[_where_parser(None)],
@@ -135,7 +145,8 @@ def _register_config(commands: _Commands, where: argparse.ArgumentParser) -> Non
 
 def _register_reload(commands: _Commands, where: argparse.ArgumentParser) -> None:
     summary = "have the daemon read its configuration again"
-    reload = _command(commands, "reload", summary, where, description=f"{summary.capitalize()}.")
+    description = f"{summary.capitalize()}, and show what has changed; running replies go on."
+    reload = _command(commands, "reload", summary, where, description=description)
     reload.set_defaults(run=run_reload)
 
 

@@ -40,7 +40,6 @@ EXIT_NOTHING: Final = 1
 EXIT_INTERRUPTED: Final = 130
 
 _PATH: Final = "/v1/completions"
-_READY: Final = ("ready", "degraded")
 
 
 def register(
@@ -107,9 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
     from onebitd.surfaces import cli_terminal
 
     if arguments.plot is not None:
+        from onebitd.state_tools.files import check_writable
         from onebitd.state_tools.plot import load_matplotlib
 
         load_matplotlib()  # that it is missing is told before, not after
+        check_writable(arguments.plot)
     control = public.control_client(arguments.instance, arguments.socket)
     status = control.status()
     bench = plan(arguments, status)
@@ -155,12 +156,14 @@ def plan(arguments: argparse.Namespace, status: Mapping[str, Any]) -> Bench:
     from onebitd.client import BadAnswer
     from onebitd.core.bench_plan import DECODER
     from onebitd.surfaces.bench_pages import Bench
+    from onebitd.surfaces.cli_public import require_serving
     from onebitd.surfaces.cli_text import part_of
 
-    state, model = status.get("state"), part_of(status, "model")
+    require_serving(status)
+    model = part_of(status, "model")
     ctx_size = model.get("ctx_size")
-    if state not in _READY or not isinstance(ctx_size, int):
-        raise BadAnswer(f"the daemon is {state}: wait until `onebitctl status` says ready")
+    if not isinstance(ctx_size, int):
+        raise BadAnswer("the daemon does not say how long its context is")
     provider = part_of(status, "provider")
     if not provider.get("program"):
         raise BadAnswer(
@@ -198,7 +201,8 @@ class _Series:
         self._chance = random.Random(bench.seed)  # noqa: S311 - words, no secrets
         self._plan = schedule(bench.lengths, bench.ways, bench.repeat)
         self.samples: list[Sample] = []
-        self.progress = _Progress(len(self._plan))
+        each = bench.repeat + 1
+        self.progress = _Progress(each * len(bench.lengths) * len(bench.ways))
 
     def run(self) -> None:
         """Run all of it; a way that never works is given up, and all are when no route is left."""

@@ -59,7 +59,7 @@ def register(
         parser.add_argument(
             f"--{name}",
             metavar=name.upper(),
-            choices=words,
+            choices=tuple(map(str, words)),
             help=f"only those {how[name]}: {listed}",
         )
     parser.add_argument(

@@ -138,7 +138,9 @@ def _breaker_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
     text = "The prefill provider is not called for now"
     text += f": {detail}." if detail else f": its breaker is {provider['breaker']}."
     next_try_s = provider.get("breaker_next_try_s")
-    if next_try_s:
+    if detail and "tried" in str(detail).rpartition("; ")[2]:
+        pass  # it ends with when that will be
+    elif next_try_s:
         text += f" It is tried again in {duration(next_try_s)}."
     elif next_try_s is not None:
         text += " A try of it is due or under way."

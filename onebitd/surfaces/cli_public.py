@@ -43,6 +43,19 @@ def control_client(instance: str | None, path: str | None) -> ControlClient:
     return ControlClient(path or choose_socket(instance, os.environ, os.geteuid()))
 
 
+def require_serving(status: Mapping[str, Any]) -> None:
+    """Return if the daemon takes requests.
+
+    Raises:
+        BadAnswer: it is loading, restarting or stopping.
+    """
+    state = status.get("state")
+    if state in ("loading", "restarting"):
+        raise BadAnswer(f"the daemon is {state}: wait until `onebitctl status` says ready")
+    if state not in ("ready", "degraded"):
+        raise BadAnswer(f"the daemon is {state}: `onebitctl status` says why")
+
+
 def address_in(listen: object) -> str:
     """Return where to connect to, by `listen` of a status: TCP before Unix, loopback for "any".
 
@@ -143,7 +156,7 @@ class PublicClient:
                 event = None if is_done else _parsed(data)
                 if event is None:
                     continue
-                if "error" in event:
+                if event.get("error") is not None:
                     raise BadAnswer(f"onebitd broke off: {_message_in(event)}")
                 yield event
         if not is_done:
@@ -226,7 +239,7 @@ def _data_lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
 def _parsed(data: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -173,7 +173,7 @@ def _model_values(model: Mapping[str, Any]) -> list[str]:
     if model.get("state_version") is not None:
         facts.append(f"state version {model['state_version']}")
     if model.get("layout"):
-        facts.append(str(model["layout"]))
+        facts.append(str(model["layout"]).removeprefix(f"v{model.get('state_version')}: "))
     values = [f"{model.get('alias', '?')}, {model.get('path', '?')}"]
     return [*values, ", ".join(facts)] if facts else values
 

@@ -50,11 +50,12 @@ def register(
     where: argparse.ArgumentParser,
 ) -> None:
     """Add the command to a parser; `where` has the options that name a daemon."""
-    summary = "state, typical figures, decoder, provider, lock and counters"
+    summary = "the page to look at first: what is wrong, and all that is known"
     parser = commands.add_parser(
         "status",
         help=summary,
-        description=f"Show what is wrong and what helps, then {summary}.",
+        description="Show what is wrong and what helps; then the state, what the last handoffs "
+        "were worth, provider, decoder, lock and counters.",
         parents=[where],
         allow_abbrev=False,
     )

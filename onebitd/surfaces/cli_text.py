@@ -60,12 +60,12 @@ def ago(text: object, now: dt.datetime) -> str:
 
 
 def moment_of(text: object) -> dt.datetime | None:
-    """Return a record's time; None if it is none, or of no zone."""
+    """Return a record's time in the local zone; None if it is none, of no zone, or of no year."""
     try:
         moment = dt.datetime.fromisoformat(str(text))
-    except ValueError:
+        return moment.astimezone() if moment.tzinfo is not None else None
+    except (ValueError, OverflowError):
         return None
-    return moment if moment.tzinfo is not None else None
 
 
 def clean(text: str) -> str:

@@ -85,7 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     prompt = _prompt(arguments.prompt)
     control = public.control_client(arguments.instance, arguments.socket)
-    address = public.address_in(control.status().get("listen"))
+    status = control.status()
+    public.require_serving(status)
+    address = public.address_in(status.get("listen"))
     client = public.PublicClient(address, public.find_key(control, arguments.api_key_file))
     request_id = public.new_id("try")
     headers = {"X-Request-Id": request_id}
@@ -94,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     events = client.stream(_CHAT_PATH, _body(arguments, prompt), headers)
     try:
         if arguments.json:
-            reply = "".join(text for text, _ in _pieces(events))
+            reply = "".join(text for text, is_thought in _pieces(events) if not is_thought)
         else:
             _Printer().print_all(events)
     finally:
@@ -110,8 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _prompt(words: list[str]) -> str:
     """Return the prompt; it is read from standard input for `-`, and for none that is piped."""
     if words and words != ["-"]:
-        text = " ".join(words)
-    elif words or (sys.stdin is not None and not sys.stdin.isatty()):
+        text = _utf8(" ".join(words), "the prompt")
+    elif sys.stdin is not None and (words or not sys.stdin.isatty()):
         try:
             text = sys.stdin.buffer.read().decode()
         except UnicodeDecodeError:
@@ -123,10 +125,20 @@ def _prompt(words: list[str]) -> str:
     return text
 
 
+def _utf8(text: str, what: str) -> str:
+    """Return a text of the command line, of which Python keeps bytes that are none as they are."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} on the command line is not UTF-8") from None
+    return text
+
+
 def _body(arguments: argparse.Namespace, prompt: str) -> dict[str, Any]:
     messages = [{"role": "user", "content": prompt}]
     if arguments.system is not None:
-        messages.insert(0, {"role": "system", "content": arguments.system})
+        system = _utf8(arguments.system, "--system")
+        messages.insert(0, {"role": "system", "content": system})
     body: dict[str, Any] = {"messages": messages, "max_tokens": arguments.max_tokens}
     if arguments.temperature is not None:
         body["temperature"] = arguments.temperature
@@ -136,7 +148,8 @@ def _body(arguments: argparse.Namespace, prompt: str) -> dict[str, Any]:
 def _pieces(events: Iterator[Event]) -> Iterator[tuple[str, bool]]:
     """Yield each piece of text, and whether it is only what the model thinks to itself."""
     for event in events:
-        for choice in event.get("choices") or ():
+        choices = event.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
             delta = choice.get("delta") if isinstance(choice, dict) else None
             if not isinstance(delta, dict):
                 continue

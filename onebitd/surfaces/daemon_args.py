@@ -121,13 +121,13 @@ onebitd [--instance NAME | --config FILE] [-m MODEL] [--alias NAME]
                [-- LLAMA_SERVER_ARGUMENTS...]"""
 
 _EPILOG: Final = """\
-Each setting is taken from the flag, else the environment, else the file, else its default.
+A flag beats the environment, which beats the file, which beats the default.
 Arguments after -- are passed to llama-server, behind those of backend.args.
 
 environment:
   ONEBIT_HYBRID_PREFILL  prefill provider program (provider.program)
-  ONEBIT_HYBRID_ELFS     directory passed to the provider as --elfs (provider.elfs)
-  ONEBIT_KV_SHARE        set and not empty, 0 too: use the shared route (handoff.share)
+  ONEBIT_HYBRID_ELFS     passed to the provider as --elfs (provider.elfs)
+  ONEBIT_KV_SHARE        set, 0 too: use the shared route (handoff.share)
   ONEBIT_LLAMA_SERVER    llama-server program (backend.llama_server)
   NPU_NO_DEVICE_LOCK     set: take no NPU device lock
 
@@ -276,8 +276,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="onebitd",
         usage=_USAGE,
-        description="Serve one GGUF model: a prefill provider computes the prompt's KV cache, a "
-        "private llama-server decodes from it.",
+        description="Serve one GGUF model: a prefill provider computes the prompt's KV cache,\n"
+        "a private llama-server decodes from it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -290,8 +290,14 @@ def _new_id() -> str:
     return f"{random.getrandbits(64):016x}"
 
 
+def _said(client: Client, name: bytes) -> str:
+    """Return a header's text; of one that was sent twice both values: they are no word then."""
+    values = [value for header, value in client.headers if header == name]
+    return b", ".join(values).decode("latin-1").strip().lower()
+
+
 def _wanted_policy(client: Client) -> Policy | None:
-    text = dict(client.headers).get(b"x-onebit-handoff", b"").decode("latin-1").strip().lower()
+    text = _said(client, b"x-onebit-handoff")
     if not text:
         return None
     try:
@@ -303,7 +309,7 @@ def _wanted_policy(client: Client) -> Policy | None:
 
 
 def _wanted_route(client: Client, *, may_share: bool) -> Route | None:
-    text = dict(client.headers).get(b"x-onebit-route", b"").decode("latin-1").strip().lower()
+    text = _said(client, b"x-onebit-route")
     if not text:
         return None
     try:

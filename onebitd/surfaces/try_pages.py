@@ -85,7 +85,8 @@ def _own_words(record: Mapping[str, Any]) -> str:
         return ""
     rate = _rate(evaluated, parts_of(record).get("decoder"))
     has = f" ({cached:.0f} were there)" if cached else ""
-    return f"; the decoder evaluated {evaluated:.0f} prompt tokens{has}{rate and ' at ' + rate}"
+    what = "prompt token" if evaluated == 1 else "prompt tokens"
+    return f"; the decoder evaluated {evaluated:.0f} {what}{has}{rate and ' at ' + rate}"
 
 
 def _run_words(record: Mapping[str, Any]) -> str:
@@ -115,4 +116,4 @@ def _number(record: Mapping[str, Any], name: str) -> float | None:
     value = record.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    return float(value) if 0 <= value < 1e15 else None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from onebitd.adapters import lock_probe
 from onebitd.adapters.lock_probe import LockHolder, LockStatus
 from onebitd.core import gguf_header
 from onebitd.core.gguf_header import GgufHeader
@@ -242,6 +243,24 @@ def test_lock_says_what_its_file_is_like(
     assert (found.state, word in found.message) == (state, True)
 
 
+def test_lock_of_another_group_is_put_right_by_joining_it(tmp_path: Path) -> None:
+    """What the probe says of a file of the group render is what the command is about."""
+    path = tmp_path / "lock"
+    path.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lock_probe, "_own_groups", lambda: {0})
+        patch.setattr(
+            os, "stat", lambda *_a, **_k: os.stat_result((0o100660, 0, 0, 1, 0, 44, *[0] * 4))
+        )
+        problem = f"it {lock_probe.why_denied(str(path))}"
+    status = lock_status(problem=problem, usable=False)
+    inside, here = lock.judge(status, INSIDE).fix, lock.judge(status, HERE).fix
+    assert inside is not None
+    assert "SupplementaryGroups=" in inside
+    assert here is not None
+    assert "usermod -aG" in here
+
+
 def test_lock_directory_of_the_service_is_compared(tmp_path: Path) -> None:
     """Another directory than everybody's is a failure, the same one is in order."""
     info = tmp_path.stat()
@@ -373,10 +392,7 @@ def test_drivers_firmware_and_power_are_read_from_sysfs(tmp_path: Path) -> None:
     assert said == {
         "device.amdxdna": "amdxdna 2.19.0, kernel 6.14.2",
         "device.amdgpu": "amdgpu of kernel 6.14.2",
-        "device.accel0.firmware": (
-            "RyzenAI-npu5, firmware 1.5.2.380, power suspended (auto),"
-            " 0 processes seen with it open"
-        ),
+        "device.accel0.firmware": ("RyzenAI-npu5, firmware 1.5.2.380, power suspended (auto)"),
     }
 
 
@@ -396,9 +412,9 @@ def test_users_of_a_node_are_found_in_proc(tmp_path: Path) -> None:
     own = root / "proc" / str(os.getpid()) / "fd"
     own.mkdir(parents=True)
     (own / "7").symlink_to("/dev/kfd")
-    (found,) = devices.read_nodes(root)
-    assert len(found.users) == 1
-    assert found.users[0].startswith(f"pid {os.getpid()} (")
+    (found,) = devices.check_users(root)
+    assert found.name == "device.kfd.users"
+    assert found.message.startswith(f"/dev/kfd is open in pid {os.getpid()} (")
 
 
 # -- port

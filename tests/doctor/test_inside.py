@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -16,11 +17,11 @@ import pytest
 import structlog
 import trio
 
-from onebitd.doctor import inside
-from onebitd.doctor.finding import Finding, State
+from onebitd.doctor import command, inside, provider
+from onebitd.doctor.finding import Finding, State, failed
 from onebitd.doctor.place import Place
 from onebitd.doctor.request import Request
-from onebitd.surfaces import cli
+from onebitd.surfaces import cli, daemon_args
 from tests.harness import STANDINS, wait_until
 from tests.llama_builds import short_temporary_directory
 from tests.standins import tiny_state
@@ -38,7 +39,8 @@ class Setup:
         self.model.write_bytes(tiny_state.gguf())
         self.lock = home / "npu.lock"
         self.lock.write_bytes(b"")
-        (home / "states").mkdir()
+        (home / "states/q").mkdir(parents=True)
+        (home / "states/q/state-of-the-daemon").touch()
         (home / "run").mkdir()
         self.config: dict[str, dict[str, object]] = {
             "model": {"path": str(self.model)},
@@ -104,29 +106,25 @@ def test_examine_with_a_busy_lock_warns_and_names_the_holder(setup: Setup) -> No
     assert f"pid {os.getpid()}" in found.message
 
 
-def test_examine_without_a_lock_file_makes_none(setup: Setup) -> None:
-    """A lock file that doctor leaves behind would be the wrong user's."""
+def test_examine_without_a_lock_file_makes_none_and_asks_for_the_shared_route(
+    setup: Setup,
+) -> None:
+    """A lock file left behind would be the wrong user's; a decoder without shares gets files."""
     setup.lock.unlink()
+    setup.config["handoff"]["share"] = True
     found = setup.examine()
     assert found["lock"].state is State.WARNING
     assert found["provider.run"].state is State.OK
+    assert found["decoder.share"].state is State.WARNING
+    assert "not supported" in found["decoder.share"].message
 
 
-@pytest.mark.parametrize(
-    ("mode", "words"),
-    [
-        ("exit:3", "no XDNA device"),
-        ("wrong_version", "version"),
-    ],
-)
-def test_examine_with_a_bad_provider_says_what_is_wrong_with_it(
-    setup: Setup, mode: str, words: str
-) -> None:
-    """Its last words, or what its file lacks; and how to run it by hand."""
-    setup.config["provider"]["env"] = {"FAKE_PREFILL_MODE": mode, "SECRET": SESAME}
+def test_examine_with_a_bad_provider_has_its_last_words(setup: Setup) -> None:
+    """And how to run it by hand."""
+    setup.config["provider"]["env"] = {"FAKE_PREFILL_MODE": "exit:3", "SECRET": SESAME}
     found = setup.examine()["provider.run"]
     assert found.state is State.FAILED
-    assert words in found.message
+    assert "status 3: no XDNA device" in found.message
     assert found.fix is not None
     assert str(STANDINS / "provider.py") in found.fix
 
@@ -138,13 +136,6 @@ def test_examine_with_a_decoder_that_dies_in_its_load_has_its_last_words(setup: 
     assert found["decoder"].state is State.FAILED
     assert "could not be started" in found["decoder"].message
     assert found["provider.run"].state is State.SKIPPED
-
-
-def test_examine_asks_for_the_shared_route_where_it_is_wanted(setup: Setup) -> None:
-    """A decoder that knows no share is one whose prompts go by file."""
-    setup.config["handoff"]["share"] = True
-    found = setup.examine()["decoder.share"]
-    assert (found.state, "not supported" in found.message) == (State.WARNING, True)
 
 
 def test_examine_quick_starts_nothing_and_says_so(setup: Setup) -> None:
@@ -222,6 +213,33 @@ def test_doctor_that_is_ended_leaves_nothing(setup: Setup, number: signal.Signal
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     assert list(run.iterdir()) == []
     assert subprocess.run(["pgrep", "-f", str(run)], check=False).returncode == 1
+
+
+def test_amended_says_that_the_sandbox_hides_what_root_sees(tmp_path: Path) -> None:
+    """A file that is missing inside and there outside, as below ProtectHome=tmpfs."""
+    file = tmp_path / "m.gguf"
+    file.touch()
+    one = failed("model.file", f"the model {file}: there is no {tmp_path}", "vi")
+    place = Place("q", "system", inside=True)
+    amended = command._amended(one, {"missing": {"model.file": str(file)}}, place)
+    assert amended.message.startswith(f"the model {file} is hidden from the service")
+    assert f"BindReadOnlyPaths={tmp_path}" in (amended.fix or "").replace("'", "")
+    file.unlink()
+    assert command._amended(one, {"missing": {"model.file": str(file)}}, place) == one
+    assert command._amended(one, {}, place) == one
+
+
+def test_provider_is_not_run_while_the_daemon_has_the_lock_for_life(setup: Setup) -> None:
+    """The run would wait for its own daemon."""
+    config = daemon_args.load_config(daemon_args.parse(["--config", str(setup.file)]), {})
+    lifetime = dataclasses.replace(config, lock=dataclasses.replace(config.lock, hold="lifetime"))
+    with setup.lock.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        found = provider._why_not(lifetime, Place("q"), os.getpid())
+        assert found is not None
+        assert found.state is State.SKIPPED
+        assert provider._why_not(lifetime, Place("q"), None) is None
+        assert provider._why_not(config, Place("q"), os.getpid()) is None
 
 
 @pytest.mark.parametrize(

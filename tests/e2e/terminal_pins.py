@@ -45,6 +45,13 @@ _SUMMARY: Final = {
 }
 """The middle of each figure in a summary; 95 of 100 are within three times of it."""
 
+_IN_SENTENCES: Final = (
+    (r"\b\d[\d.]* ms\b", "412 ms"),
+    (r"\bpid \d+\b", "pid 3977"),
+    (r"not called for \d+ s\b", "not called for 3 s"),
+    (r"tried again in \d+ s\b", "tried again in 7 s"),
+)
+
 
 def pinned_status(status: Mapping[str, Any], now: dt.datetime) -> dict[str, Any]:
     """Return `/v1/status` with its figures fixed."""
@@ -52,7 +59,7 @@ def pinned_status(status: Mapping[str, Any], now: dt.datetime) -> dict[str, Any]
     pid = found["pid"]
     found |= {"pid": DAEMON_PID, "uptime_s": 754.2}
     if found.get("state_detail"):
-        found["state_detail"] = pinned_text(str(found["state_detail"]))
+        found["state_detail"] = re.sub(r"^\d+ s$", "12 s", str(found["state_detail"]))
     backend = dict(found["backend"])
     backend |= {
         name: value
@@ -64,6 +71,8 @@ def pinned_status(status: Mapping[str, Any], now: dt.datetime) -> dict[str, Any]
     provider = dict(found["provider"])
     if provider.get("last_error"):
         provider["last_error"] = _moved(provider["last_error"], now, HOURS_AGO_S)
+    if provider.get("breaker_detail"):
+        provider["breaker_detail"] = pinned_text(provider["breaker_detail"])
     if provider.get("breaker_next_try_s"):
         provider["breaker_next_try_s"] = 42.0
     lock, holder = dict(found["lock"]), found["lock"].get("holder")
@@ -74,7 +83,7 @@ def pinned_status(status: Mapping[str, Any], now: dt.datetime) -> dict[str, Any]
         slot["age_s"] = 3.4
     found |= {"backend": backend, "provider": provider, "lock": lock, "slot": slot}
     recent = {
-        name: _pinned_recent(value) if isinstance(value, Mapping) else value
+        name: _pinned_recent(name, value) if isinstance(value, Mapping) else value
         for name, value in (found.get("recent") or {}).items()
     }
     policy = dict(found.get("policy") or {})
@@ -86,7 +95,7 @@ def pinned_status(status: Mapping[str, Any], now: dt.datetime) -> dict[str, Any]
 
 def pinned_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a handoff's record with its figures fixed."""
-    number = re.search(r"(\d+)$", str(record["request_id"]))
+    number = re.search(r"^req-(\d+)$", str(record["request_id"]))
     moment = FIRST_MOMENT + dt.timedelta(seconds=7 * int(number[1]) if number else 0)
     found = dict(record)
     found["time"] = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -147,17 +156,25 @@ def pinned_request(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pinned_text(text: str) -> str:
-    """Return a daemon's sentence, each pid and each time in milliseconds in it another."""
-    return re.sub(r"\bpid \d+\b", "pid 3977", re.sub(r"\b\d[\d.]* ms\b", "412 ms", text))
+    """Return a daemon's sentence, with other times and pids in it."""
+    for pattern, shown in _IN_SENTENCES:
+        text = re.sub(pattern, shown, text)
+    return text
 
 
 def _moved(entry: Mapping[str, Any], now: dt.datetime, ago_s: float) -> dict[str, Any]:
-    return {**entry, "time": (now - dt.timedelta(seconds=ago_s)).isoformat()}
+    found = {**entry, "time": (now - dt.timedelta(seconds=ago_s)).isoformat()}
+    return {name: pinned_text(text) if name == "detail" else text for name, text in found.items()}
 
 
-def _pinned_recent(row: Mapping[str, Any]) -> dict[str, Any]:
+def _pinned_recent(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
     tokens = row.get("prompt_tokens") or 0
-    times = {"first_byte_ms": 92.0 + 0.63 * tokens, "other_ms": 9.6 + 3.9 * tokens}
+    handed, alone = 92.0 + 0.63 * tokens, 9.6 + 3.9 * tokens
+    times = {
+        "used": {"first_byte_ms": handed, "other_ms": alone},
+        "failed": {"first_byte_ms": handed + alone, "other_ms": alone},
+        "skipped": {"first_byte_ms": alone, "other_ms": handed},
+    }[name]
     times["saved_ms"] = times["other_ms"] - times["first_byte_ms"]
     times["saved_sum_ms"] = times["saved_ms"] * row["count"]
     return {**row, **{name: ms for name, ms in times.items() if row.get(name) is not None}}

@@ -83,8 +83,8 @@ ASCII: Final = Terminal(
     {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     is_ascii=True,
 )
-ALL: Final = (AT_80, AT_100, AT_160, PIPED, NO_COLOR, DUMB, LC_C, ASCII)
-WIDTHS: Final = (AT_80, AT_100, AT_160, PIPED)
+ALL: Final = (AT_80, AT_100, AT_160, PIPED, NO_COLOR, ASCII)
+EVERY: Final = (*ALL, DUMB, LC_C)
 FEW: Final = (AT_80, PIPED, ASCII)
 
 

@@ -12,7 +12,6 @@ import fcntl
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 import pyte
 import pytest
 
-from onebitd.adapters.history_store import HistoryStore
+from onebitd.adapters.history_store import HistoryStore, Keep
 from tests.e2e.standin_route import Background, Route, quick_provider, running_route
 from tests.e2e.terminal_pins import pinned_record
 from tests.e2e.terminal_relay import relayed
@@ -30,21 +29,21 @@ from tests.e2e.terminal_screens import (
     AT_80,
     AT_100,
     DIRECTORY,
+    EVERY,
     FEW,
     PIPED,
-    WIDTHS,
     Desk,
     Terminal,
     hold,
     shots,
     typed,
 )
-from tests.harness import RunningDaemon, clean_environ, raw_connection, running_onebitd, wait_until
-from tests.llama_builds import LlamaBuild, LlamaModel, short_temporary_directory
+from tests.harness import HttpReply, RunningDaemon, clean_environ, raw_connection, wait_until
 
 RHYME = "Mary had a little lamb, its fleece was white as snow. "
 MEMBERS, MEMBER, STRANGER = 54321, 54322, 54323
 """A group, and users that are in no passwd."""
+RUN = "/run/user/1000"
 IS_ROOT = os.geteuid() == 0
 
 
@@ -62,6 +61,14 @@ class Place:
         return self.home / "onebitd" / "qwen"
 
 
+@contextlib.contextmanager
+def home_of_user() -> Iterator[Path]:
+    """Yield a directory whose path is as long as what is shown for it."""
+    with tempfile.TemporaryDirectory(prefix="o", dir="/tmp") as name:
+        assert len(name) == len(RUN)
+        yield Path(name)
+
+
 def desk_of(home: Path, shown: dict[str, str]) -> Desk:
     """Return a desk whose home, runtime and state directory are one."""
     environ = clean_environ(home, XDG_RUNTIME_DIR=str(home), XDG_STATE_HOME=str(home / "state"))
@@ -74,7 +81,7 @@ def desk_of(home: Path, shown: dict[str, str]) -> Desk:
         "TERM": "xterm-256color",
         "TZ": "UTC",
     }
-    return Desk(kept | more, {**shown, str(home): "/run/user/1000", str(MEMBERS): "onebitd"})
+    return Desk(kept | more, {**shown, str(home): RUN, str(MEMBERS): "onebitd"})
 
 
 def shown_of(daemon: RunningDaemon, home: Path, provider: Path) -> dict[str, str]:
@@ -96,18 +103,18 @@ def shown_of(daemon: RunningDaemon, home: Path, provider: Path) -> dict[str, str
 def place(directory: Path, **how: object) -> Iterator[Place]:
     """Run a daemon, a relay in front of it, and a desk."""
     provider = quick_provider(directory)
-    with short_temporary_directory() as home, running_route(provider=provider, **how) as route:  # type: ignore[arg-type]
+    with home_of_user() as home, running_route(provider=provider, **how) as route:  # type: ignore[arg-type]
         shown = shown_of(route.daemon, route.home, provider)
         path = home / "onebitd" / "qwen" / "control.sock"
         with relayed(path, route.daemon.runtime / "control.sock", shown):
             yield Place(route, home, desk_of(home, shown))
 
 
-def ask(route: Route, number: int, prompt: str, policy: str = "always", **how: str) -> None:
+def ask(route: Route, number: int, prompt: str, policy: str = "always", **how: str) -> HttpReply:
     """Have one chat whose record ends with a number; `how` is for the stand-ins."""
     route.behave(**how)
     named = {"X-Request-Id": f"req-{number:02}", "X-Onebit-Handoff": policy}
-    route.daemon.chat(prompt, headers=named)
+    return route.daemon.chat(prompt, headers=named)
 
 
 def leave(route: Route, number: int, prompt: str) -> None:
@@ -147,9 +154,7 @@ def have_a_day(route: Route) -> None:
 @pytest.fixture(scope="module")
 def day(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """A daemon that has had each outcome."""
-    config = "[provider]\ntimeout_s = 60\n"
-    with place(tmp_path_factory.mktemp("day"), config="", lock="wait_s = 0.2") as found:
-        del config
+    with place(tmp_path_factory.mktemp("day"), lock="wait_s = 0.2") as found:
         have_a_day(found.route)
         yield found
 
@@ -161,7 +166,7 @@ def named(*words: str) -> list[str]:
 
 def test_handoffs_are_a_table_that_fits(day: Place) -> None:
     """One line each from 100 columns on, two at 80; every reason is whole."""
-    hold("handoffs", shots(day.desk, named("handoffs")))
+    hold("handoffs", shots(day.desk, named("handoffs"), EVERY))
 
 
 def test_handoffs_filters_leave_what_is_wanted(day: Place) -> None:
@@ -189,12 +194,327 @@ def test_handoffs_csv_is_the_same_everywhere(day: Place) -> None:
 
 def test_handoffs_followed_show_what_comes_until_interrupted(day: Place) -> None:
     """The last ones at once, and Ctrl-C is exit status 0."""
-    argv = [sys.executable, "-m", "onebitd.surfaces.cli", *named("handoffs", "-f", "-n", "2")]
-    data, status = typed(argv, day.desk.environ, AT_100, interrupt_at=b"too_short")
-    del data, status
+    words = named("handoffs", "-f", "-n", "2")
+    data, status = typed(argv_of(words), day.desk.environ, AT_100, interrupt_at=b"\r\n09:42:10")
+    shown = day.desk.as_shown(on_screen(data, AT_100))
+    hold("handoffs-follow", f"$ onebitctl {' '.join(words)}\nexit status {status}\n{shown}\n")
 
 
-def test_requests_and_config_and_lock(day: Place) -> None:
-    """Placeholder."""
-    hold("config", shots(day.desk, named("config"), ALL))
-    hold("requests-none", shots(day.desk, named("requests"), FEW))
+def test_status_of_a_ready_daemon_is_a_page_that_fits(day: Place) -> None:
+    """What is wrong first, then the state, what happens and what it is made of."""
+    hold("status", shots(day.desk, named("status"), EVERY))
+
+
+@pytest.mark.parametrize("terminal", [AT_80, AT_100, Terminal("160 columns", 160)])
+def test_status_watched_is_drawn_in_place(day: Place, terminal: Terminal) -> None:
+    """The page on the alternate screen; Ctrl-C is exit status 0 and gives the terminal back."""
+    words = named("status", "--watch", "60")
+    data, status = typed(
+        argv_of(words), day.desk.environ, terminal, interrupt_at=b"\x1b[J", lines=40
+    )
+    assert data.startswith(b"\x1b[?1049h")
+    assert data.endswith(b"\x1b[?7h\x1b[?25h\x1b[?1049l")
+    shown = day.desk.as_shown(on_screen(data, terminal, 40))
+    hold(
+        f"status-watch-{terminal.columns}",
+        f"$ onebitctl {' '.join(words)}\nexit status {status}\n-- {terminal.name}\n{shown}\n",
+    )
+
+
+def test_config_is_three_columns_that_fit(day: Place) -> None:
+    """A value that does not fit has lines of its own on a terminal; a pipe gets a setting a line."""
+    hold("config", shots(day.desk, named("config")))
+
+
+def test_lock_says_who_holds_it(day: Place) -> None:
+    """Free, and held."""
+    lock = day.home / "some.lock"
+    words = named("lock", "--path", str(lock))
+    free = shots(day.desk, words)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        held = shots(day.desk, words, tidy=without_pids)
+    hold("lock", day.desk.as_shown(free), day.desk.as_shown(held))
+
+
+def test_advise_is_tables_that_fit(day: Place) -> None:
+    """From what the daemon has learned."""
+    hold("advise", shots(day.desk, named("advise")))
+
+
+def without_pids(text: str) -> str:
+    """Return a text in which this test run is no longer to be seen."""
+    text = re.sub(r"pid \d+", "pid 3977", text)
+    return re.sub(r"(?ms)^command: .*?(?=^\S+: |\Z)", "command: ...", text)
+
+
+def argv_of(words: Sequence[str]) -> list[str]:
+    """Return the whole command line of a command."""
+    return [sys.executable, "-m", "onebitd.surfaces.cli", *words]
+
+
+def on_screen(data: bytes, terminal: Terminal, lines: int = 50) -> str:
+    """Return what a terminal shows after all of that."""
+    assert terminal.columns is not None
+    screen = pyte.Screen(terminal.columns, lines)
+    pyte.Stream(screen).feed(data.decode())
+    return "\n".join(line.rstrip() for line in screen.display).rstrip()
+
+
+COMMANDS = (
+    *("status", "handoffs", "requests", "cancel", "config", "reload", "lock", "advise", "bench"),
+    *("try", "doctor", "provider", "provider check", "provider reset", "state", "stop", "disable"),
+    *("install-units", "uninstall-units"),
+)
+
+
+def test_help_of_each_command_fits() -> None:
+    """At 80 columns; what is in it is held by the tests of the man pages."""
+    with desk_of_nobody() as desk:
+        for name in COMMANDS:
+            assert shots(desk, [*name.split(), "--help"], (AT_80,))
+        hold("help", shots(desk, ["--help"], (AT_80, AT_100, PIPED)))
+
+
+@contextlib.contextmanager
+def desk_of_nobody() -> Iterator[Desk]:
+    """Yield a desk where no daemon runs."""
+    with home_of_user() as home:
+        yield desk_of(home, {})
+
+
+def test_errors_of_usage_are_sentences(day: Place) -> None:
+    """Exit status 2, the option and what it takes."""
+    lines = [
+        ["statsu"],
+        ["status", "--all", "-i", "qwen"],
+        ["status", "--watch", "never"],
+        ["handoffs", "--reason", "gremlins"],
+        ["handoffs", "--since", "someday"],
+        ["handoffs", "-n", "many"],
+        ["handoffs", "--summary", "--csv"],
+        ["cancel"],
+        ["bench", "-i", "qwen", "--lengths", "8,90000"],
+        ["bench", "-i", "qwen", "--routes", "shared"],
+        ["try", "-i", "qwen", "--max-tokens", "0", "hello"],
+        ["advise", "-i", "qwen", "--lengths", "0"],
+        ["doctor", "--config", "/nowhere.toml"],
+        ["doctor", "--socket", "/nowhere.sock"],
+        ["state"],
+    ]
+    hold("errors-usage", *(shots(day.desk, words, (AT_80, PIPED)) for words in lines))
+
+
+def test_errors_of_the_daemon_are_sentences(day: Place) -> None:
+    """What is not there is named."""
+    lines = [["cancel", "-i", "qwen", "req-99"]]
+    hold("errors-daemon", *(shots(day.desk, words, FEW) for words in lines))
+
+
+NEEDS_DAEMON = (
+    *(["status"], ["handoffs"], ["handoffs", "--summary"], ["handoffs", "-f"], ["requests"]),
+    *(["cancel", "req-01"], ["config"], ["reload"], ["advise"], ["try", "hello"], ["bench"]),
+    ["provider", "reset"],
+)
+
+
+def test_no_daemon_is_exit_status_3_and_how_to_start_one() -> None:
+    """Whichever command is asked; the lock needs none."""
+    with desk_of_nobody() as desk:
+        texts = [shots(desk, named(*words), (AT_80,)) for words in NEEDS_DAEMON[1:]]
+        lock = shots(desk, ["lock", "--path", "/tmp/nobody-s.lock"], FEW)
+        hold("down", shots(desk, named("status"), ALL), *texts, lock)
+
+
+def test_no_daemon_but_its_history_is_shown_and_named(day: Place) -> None:
+    """The handoffs are those of the file; the other commands still want a daemon."""
+    with home_of_user() as home:
+        store = HistoryStore(home / "state" / "onebitd" / "qwen" / "history.db")
+        store.open()
+        records = map(pinned_record, day.route.daemon.handoffs())
+        store.write(list(enumerate(records, 1)), Keep(1000, 0))
+        store.close()
+        desk = desk_of(home, dict(day.desk.shown))
+        lines = [["handoffs", "-n", "3"], ["handoffs", "--outcome", "wasted"], ["status"]]
+        hold("down-history", *(shots(desk, named(*words)) for words in lines))
+
+
+@contextlib.contextmanager
+def watched_by_group(day: Place) -> Iterator[None]:
+    """Open the daemon's control socket to a group, as a service's is."""
+    opened = [(day.home, 0o755), (day.home / "onebitd", 0o755), (day.runtime, 0o750)]
+    for path, mode in [*opened, (day.runtime / "control.sock", 0o660)]:
+        os.chown(path, 0, MEMBERS)
+        path.chmod(mode)
+    try:
+        yield
+    finally:
+        day.home.chmod(0o700)
+
+
+def become(uid: int, *groups: int) -> list[str]:
+    """Return what runs a command as a user of these groups."""
+    ids = ",".join(map(str, groups))
+    more = [f"--groups={ids}"] if groups else ["--clear-groups"]
+    # What runs on this machine besides is out of sight.
+    hide = 'if [ -d /run/onebitd ]; then mount -t tmpfs tmpfs /run/onebitd; fi; exec "$@"'
+    alone = ["unshare", "--mount", "sh", "-c", hide, "sh"]
+    return [*alone, "setpriv", f"--reuid={uid}", f"--regid={uid}", *more]
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="needs root to become another user")
+def test_member_of_the_group_sees_what_root_sees(day: Place) -> None:
+    """The same texts as root's, in every command that asks."""
+    with watched_by_group(day):
+        member = dataclasses.replace(day.desk, become=become(MEMBER, MEMBERS))
+        for words in (["status"], ["handoffs"], ["requests"], ["config"], ["advise"]):
+            seen = [shots(one, named(*words), (AT_80, PIPED)) for one in (day.desk, member)]
+            assert seen[0] == seen[1]
+            assert "permission" not in seen[1]
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="needs root to become another user")
+def test_stranger_is_told_the_group_to_join(day: Place) -> None:
+    """Exit status 4, whichever command is asked."""
+    with watched_by_group(day):
+        stranger = dataclasses.replace(day.desk, become=become(STRANGER))
+        texts = [shots(stranger, named(*words), (AT_80,)) for words in NEEDS_DAEMON[1:]]
+        everyone = shots(stranger, ["status", "--all"], FEW)
+        hold("stranger", shots(stranger, named("status"), ALL), *texts, everyone)
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="needs a user whose runtime directories are known")
+def test_status_of_all_is_a_block_each(day: Place) -> None:
+    """As a member of the group, who has no other daemons than these."""
+    with watched_by_group(day):
+        member = dataclasses.replace(day.desk, become=become(MEMBER, MEMBERS))
+        hold("status-all", shots(member, ["status", "--all"]))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """A daemon to work with; what its tests show does not tell what came before."""
+    with place(tmp_path_factory.mktemp("work")) as found:
+        yield found
+
+
+def test_requests_are_a_table_and_can_be_cancelled(work: Place) -> None:
+    """Two in flight, then none; a client that is cancelled gets an error."""
+    work.route.begin()
+    nothing = shots(work.desk, named("requests"), FEW)
+    work.route.behave(decoder="--hold-on completion")
+    first = Background(ask, work.route, 1, RHYME, decoder="--hold-on completion")
+    wait_until(lambda: work.route.daemon.status()["slot"]["phase"] == "decode", "it is held")
+    second = Background(ask, work.route, 2, RHYME * 2, decoder="--hold-on completion")
+    wait_until(lambda: work.route.daemon.status()["queue"]["pending"] == 1, "one waits")
+    both = shots(work.desk, named("requests"))
+    cancelled = shots(work.desk, named("cancel", "req-02"), (AT_80,))
+    again = shots(work.desk, named("cancel", "req-02"), FEW)
+    work.route.behave()
+    for client in (first, second):
+        client.join()
+    hold("requests", nothing, both, cancelled, again)
+
+
+def test_reload_and_reset_say_what_they_did(work: Place) -> None:
+    """Nothing; what is taken over and what is not; what is wrong."""
+    work.route.begin()
+    file = work.route.daemon.runtime.with_name("test.toml")
+    before = file.read_text()
+    texts = [shots(work.desk, named("reload"), FEW)]
+    changes = (
+        before.replace('level = "info"', 'level = "warning"').replace("wait_s = 1", "wait_s = 2"),
+        before + '[http]\nport = 8001\nmax_pending = "many"\nmax_pendign = 3\n',
+    )
+    for changed in changes:
+        file.write_text(changed)
+        texts.append(shots(work.desk, named("reload"), (AT_80,)))
+        if changed is not changes[0]:
+            texts.append(shots(work.desk, named("reload"), FEW))
+    file.write_text(before)
+    shots(work.desk, named("reload"), (PIPED,))
+    reset = shots(work.desk, named("provider", "reset"), FEW)
+    hold("reload", *texts, reset)
+
+
+def test_try_is_the_reply_and_its_parts(work: Place) -> None:
+    """The words of the model, a bar, and what became of the handoff."""
+    work.route.begin()
+    words = named("try", "--max-tokens", "12", "--policy", "always", "What do lambs eat?")
+    used = shots(work.desk, words, at_once=False)
+    work.route.behave(provider="exit:3")
+    failed = shots(work.desk, words, (AT_80,))
+    strict = shots(work.desk, named("try", "--policy", "strict", "hello"), (AT_80, PIPED))
+    work.route.begin()
+    never = named("try", "--policy", "never", "--max-tokens", "1", "hello")
+    hold("try", used, failed, strict, shots(work.desk, never, (AT_80,)))
+
+
+def test_bench_is_a_verdict_and_a_table(work: Place) -> None:
+    """When the provider loses and where it breaks even."""
+    work.route.begin()
+    words = named("bench", "--lengths", "16,512", "--repeat", "3", "--max-tokens", "2")
+    hold("bench", shots(work.desk, words, (AT_80, PIPED), at_once=False))
+
+
+def test_starting_daemon_says_what_to_wait_for(tmp_path: Path) -> None:
+    """Exit status 1, and no command hangs."""
+    decoder = ("--load-delay", "3600")
+    with place(tmp_path, decoder=decoder, wait_ready=False) as starting:
+        control = starting.route.daemon.runtime / "control.sock"
+        wait_until(control.exists, "the control socket")
+        wait_until(
+            lambda: starting.route.daemon.status()["backend"]["pid"] is not None, "the decoder"
+        )
+        lines = [["handoffs"], ["handoffs", "--summary"], ["requests"], ["advise"], ["bench"]]
+        lines.append(["try", "hello"])
+        texts = [shots(starting.desk, named(*words), (AT_80, PIPED)) for words in lines]
+        hold("starting", shots(starting.desk, named("status")), *texts)
+
+
+def test_degraded_daemon_says_what_is_wrong_first(tmp_path: Path) -> None:
+    """The breaker is open: why, until when, and what helps."""
+    with place(tmp_path) as degraded:
+        for number in range(1, 7):
+            ask(degraded.route, number, RHYME * number, provider="exit:3")
+        wait_until(
+            lambda: degraded.route.daemon.status()["provider"]["breaker"] == "open", "it is open"
+        )
+        lines = [["status"], ["handoffs"]]
+        texts = [shots(degraded.desk, named(*words)) for words in lines]
+        reset = shots(degraded.desk, named("provider", "reset"), (AT_80,))
+        hold("degraded", *texts, reset)
+
+
+def test_restarting_daemon_says_that_the_decoder_ended(tmp_path: Path) -> None:
+    """While the decoder loads again, and once it is back."""
+    with place(tmp_path) as restarting:
+        route = restarting.route
+        route.behave(decoder="--hang-on health")
+        os.kill(route.daemon.status()["backend"]["pid"], signal.SIGKILL)
+        wait_until(lambda: route.daemon.status()["backend"]["state"] == "loading", "it loads")
+        texts = [shots(restarting.desk, named("status"))]
+        hold("restarting", *texts)
+
+
+def test_draining_daemon_says_that_it_stops(tmp_path: Path) -> None:
+    """A reply is let come to its end; new requests are turned away."""
+    with place(tmp_path) as draining:
+        route = draining.route
+        client = Background(ask, route, 1, RHYME, decoder="--hold-on completion")
+        wait_until(lambda: route.daemon.status()["slot"]["phase"] == "decode", "it is held")
+        route.daemon.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: route.daemon.status()["state"] == "draining", "it drains")
+        texts = [shots(draining.desk, named("status"))]
+        texts += [shots(draining.desk, named(*words), FEW) for words in (["try", "hello"],)]
+        route.behave()
+        client.join()
+        hold("draining", *texts)
+
+
+def test_texts_are_each_held_by_a_test() -> None:
+    """No file is left behind by a test that is gone."""
+    source = Path(__file__).read_text()
+    for path in DIRECTORY.glob("*.txt"):
+        name = re.sub(r"-\d+$", "-", path.stem)
+        assert f'"{name}' in source, f"{path} is nobody's"

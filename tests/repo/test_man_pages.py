@@ -258,7 +258,7 @@ def page_of(module: Path) -> Path:
     if module.name == "prefill_llama.py" or module.parent.name == "prefill_numpy":
         return PROVIDER
     of_client = module.stem == "client" or module.stem.partition("_")[0] == "cli"
-    of_client |= module.parent.name in ("conformance", "state_tools")
+    of_client |= module.parent.name in ("conformance", "doctor", "state_tools")
     return CLIENT if of_client else DAEMON
 
 

@@ -260,9 +260,10 @@ def test_doctor_of_a_users_own_service_needs_no_root(ill: Instance) -> None:
         box.wait_until(lambda: not box.exists(f"/run/user/{uid}"), "the end of the manager")
     found = json.loads(done.stdout)
     assert (found["instance"], found["where"]) == ("mine", "service")
-    assert failed(found) == {"device.accel0"}
+    assert failed(found) == {"device.accel0", "lock"}
     said = {one["name"]: one for one in found["checks"]}
     assert said["model.file"]["message"].endswith("readable by alice")
     assert "sudo usermod -aG npu alice" in said["device.accel0"]["fix"]
+    assert "sudo usermod -aG render alice" in said["lock"]["fix"]
     assert said["service"]["fix"] == "systemctl --user enable onebitd@mine.service"
     assert "onebitctl" not in left
