@@ -43,7 +43,7 @@ endif
 BOX_TESTS := tests/systemd tests/repo/test_deb.py tests/chaos tests/fuzz tests/surfaces
 SIDE_TESTS := tests/contract tests/bench $(sort $(wildcard tests/e2e/test_*_real.py)) \
 	$(addprefix tests/e2e/test_,clients.py conformance.py hybrid_e2e.py never_lose.py prefill_llama.py \
-	prefill_numpy.py prefill_share.py shared_route.py)
+	prefill_numpy.py prefill_share.py shared_route.py page.py readme.py terminal.py)
 
 # The log tells where the time goes.
 SLOWEST := --durations=25 --durations-min=5

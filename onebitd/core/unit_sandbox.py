@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 _KEYS: Final = frozenset(
@@ -50,6 +50,8 @@ _OWN_VARIABLES: Final = {
 }
 _SPECIFIER: Final = re.compile(r"%([A-Za-z%])")
 _PREFIXES: Final = "@-:+!"
+_ALONE: Final = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
+_VARIABLE: Final = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}|\$(\$)")
 SYSTEM_SPECIFIERS: Final = {
     "%t": "/run", "%S": "/var/lib", "%C": "/var/cache", "%L": "/var/log", "%E": "/etc",
     "%h": "/root", "%T": "/tmp", "%V": "/var/tmp",  # noqa: S108 - names, nothing is made there
@@ -114,7 +116,7 @@ def command_line(
 ) -> list[str]:
     """Return the words of the last ExecStart=, without its prefixes; empty if there is none.
 
-    Variables in it stay as they are.
+    Variables in it stay as they are: `with_variables` is for whoever knows them.
     """
     found: list[str] = []
     for key, value in _service_lines(unit):
@@ -124,6 +126,34 @@ def command_line(
                 found = shlex.split(text)
             except ValueError:
                 found = text.split()
+    return found
+
+
+def daemon_arguments(words: Sequence[str]) -> tuple[str, list[str]] | None:
+    """Return program and arguments of onebitd in a command line; None if it is not in there.
+
+    >>> daemon_arguments(["/usr/bin/nice", "-n5", "/opt/x/onebitd", "--instance", "q"])
+    ('/opt/x/onebitd', ['--instance', 'q'])
+    """
+    for place, word in enumerate(words):
+        if word.rpartition("/")[2] == "onebitd":
+            return word, list(words[place + 1 :])
+    return None
+
+
+def with_variables(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """Return words of ExecStart= with variables put in, as systemd does it (systemd.service(5)).
+
+    >>> with_variables(["-m", "${M}", "$MORE", "$$5"], {"M": "/a b", "MORE": "--port 80"})
+    ['-m', '/a b', '--port', '80', '$5']
+    """
+    found: list[str] = []
+    for word in words:
+        alone = _ALONE.fullmatch(word)
+        if alone:
+            found += variables.get(alone[1], "").split()
+        else:
+            found.append(_VARIABLE.sub(lambda one: variables.get(one[1] or "", one[2] or ""), word))
     return found
 
 

@@ -148,7 +148,7 @@ def _request(
     argv: Sequence[str] = ["--instance", options.instance]
     variables: Mapping[str, str] = {}
     if place.inside and found is not None:
-        argv = found.command(environ)[1:] or argv
+        argv = found.command(environ)[1]
         variables = found.directories(environ)
     if options.config is not None:
         argv = ["--config", options.config]

@@ -21,7 +21,7 @@ import trio
 
 from onebitd.adapters.config_file import check_files
 from onebitd.client import AccessDenied, ClientError, ControlClient
-from onebitd.core import paths
+from onebitd.core import paths, unit_sandbox
 from onebitd.core.config import Config
 from onebitd.core.errors import ConfigError, UsageError
 from onebitd.doctor import decoder, devices, kept, lock, model, provider, sight, space
@@ -127,7 +127,8 @@ def _drop_log_lines() -> None:
 def _load(request: Request, environ: Mapping[str, str], findings: list[Finding]) -> Config | None:
     here = request.place
     try:
-        config = daemon_args.load_config(daemon_args.parse(request.argv), environ)
+        argv = unit_sandbox.with_variables(request.argv, environ) if here.inside else request.argv
+        config = daemon_args.load_config(daemon_args.parse(argv), environ)
         problems = check_files(config, environ)
     except UsageError as error:
         fix = f"{here.systemctl} cat {here.unit}" if here.inside else None

@@ -79,9 +79,14 @@ class Service:
         name = self.place.instance
         return unit_sandbox.directories(self.text, name, self.specifiers(environ))
 
-    def command(self, environ: Mapping[str, str]) -> list[str]:
-        """Return the daemon's command line."""
-        return unit_sandbox.command_line(self.text, self.place.instance, self.specifiers(environ))
+    def command(self, environ: Mapping[str, str]) -> tuple[str, list[str]]:
+        """Return the daemon's program and its arguments, variables of the unit still in them.
+
+        Without an onebitd in ExecStart=: what starts the instance.
+        """
+        name = self.place.instance
+        words = unit_sandbox.command_line(self.text, name, self.specifiers(environ))
+        return unit_sandbox.daemon_arguments(words) or ("", ["--instance", name])
 
 
 def find(place: Place, environ: Mapping[str, str], uid: int) -> Service:
@@ -144,8 +149,7 @@ def run_inside(service: Service, request: Request, environ: Mapping[str, str]) -
     lines = unit_sandbox.properties(
         service.text, service.place.instance, service.specifiers(environ)
     )
-    program = (service.command(environ) or [""])[0]
-    python = interpreter(program)
+    python = interpreter(service.command(environ)[0])
     left: list[str] = []
     while True:
         done = _run(service, [line for line in lines if _key(line) not in left], python, request)

@@ -77,7 +77,7 @@ def is_fine(status: Mapping[str, Any], now: dt.datetime) -> bool:
 def _state_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
     last_exit = part_of(part_of(status, "backend"), "last_exit")
     why = status.get("state_detail") or last_exit.get("reason")
-    because = f" ({why})" if why else ""
+    because = f" ({str(why).removeprefix('the decoder: ')})" if why else ""
     match status.get("state"):
         case "failed":
             return f"onebitd has failed{because}. Its log says more: {_log_of(status)}."

@@ -52,6 +52,8 @@ def require_serving(status: Mapping[str, Any]) -> None:
     state = status.get("state")
     if state in ("loading", "restarting"):
         raise BadAnswer(f"the daemon is {state}: wait until `onebitctl status` says ready")
+    if state == "draining":
+        raise BadAnswer("the daemon is stopping and takes no more requests")
     if state not in ("ready", "degraded"):
         raise BadAnswer(f"the daemon is {state}: `onebitctl status` says why")
 

@@ -18,7 +18,7 @@ _LABEL_COLUMNS: Final = 8
 
 _MISSING: Final = {
     "decoder": "the decoder's rate",
-    "provider": "the provider's",
+    "provider": "the provider's rate",
     "restore": "the cost of a restore",
 }
 _ROUTES: Final = {"file": "by state file", "shared": "by the shared route"}
@@ -62,14 +62,14 @@ def policy_words(policy: Mapping[str, Any]) -> list[str]:
     if name == "auto":
         return [f"auto: {why}"]
     what = {"always": "every prompt is handed over", "never": "no prompt is handed over"}
-    return [f"{name}: {what.get(str(name), '?')}", f"as learned: {why}"]
+    learned = why if _missing(policy) else f"as learned: {why}"
+    return [f"{name}: {what.get(str(name), '?')}", learned]
 
 
 def _why(policy: Mapping[str, Any]) -> str:
-    missing = [_MISSING.get(str(word), str(word)) for word in policy.get("missing") or ()]
-    if missing or policy.get("best_factor") is None:
-        what = ", ".join(missing) or "what this route costs"
-        return f"learning; not known yet: {what}"
+    missing = _missing(policy)
+    if missing:
+        return f"learning; not known yet: {missing}"
     route = _ROUTES.get(str(policy.get("route")), "")
     best = f"{policy['best_factor']:.1f} times as fast at {policy.get('best_tokens')} tokens"
     wins = _stretches(policy.get("wins") or (), policy.get("last"))
@@ -77,6 +77,14 @@ def _why(policy: Mapping[str, Any]) -> str:
         slower = f"the decoder is faster at every length; a handoff {route} is at best {best}"
         return f"{slower} (`onebitctl advise` says why)"
     return f"a handoff {route} pays {wins}, {best}"
+
+
+def _missing(policy: Mapping[str, Any]) -> str:
+    """Return what is to be learned before a handoff can be weighed, "" when nothing is."""
+    missing = [_MISSING.get(str(word), str(word)) for word in policy.get("missing") or ()]
+    if not missing and policy.get("best_factor") is None:
+        return "what this route costs"
+    return ", ".join(missing)
 
 
 def _stretches(wins: Sequence[Any], last: object) -> str:

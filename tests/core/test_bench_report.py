@@ -251,7 +251,7 @@ def test_is_hopeless_way_that_failed_from_the_start_is() -> None:
 
 def test_schedule_every_way_comes_first_in_turn() -> None:
     """Each round has every length and way once, in the opposite order of the last."""
-    found = schedule([64, 128], ["decoder", "file"], 2)
+    found = list(schedule([64, 128], ["decoder", "file"], 2))
     assert len(found) == 2 * 2 * 3
     assert [(run.tokens, run.way) for run in found if run.round == 0] == [
         (64, "decoder"),

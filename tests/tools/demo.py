@@ -29,6 +29,8 @@ READY_S = 300.0
 _WAKE_S = 0.2
 CONFIG = LLAMA.parent / "demo" / f"{INSTANCE}.toml"
 LOCK = CONFIG.with_name("device.lock")
+STATE = CONFIG.with_name("state")
+"""History and what was learned: not in the home directory of whoever takes a look."""
 
 
 def free_port(wanted: int) -> int:
@@ -132,6 +134,7 @@ def main() -> int:
     port = free_port(int(os.environ.get("PORT") or 8000))
     environ = {
         **os.environ,
+        "STATE_DIRECTORY": str(STATE),
         "ONEBIT_PREFILL_LLAMA_SERVER": str(LLAMA / "llama-server"),
         "ONEBIT_PREFILL_LLAMA_ARGS": " ".join(CPU_ONLY),
     }

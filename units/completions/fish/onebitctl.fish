@@ -29,7 +29,7 @@ function __onebitctl_command
 end
 
 complete -c onebitctl -f
-complete -c onebitctl -n 'test "$(__onebitctl_command)" = ""' -a status -d 'state, typical figures, decoder, provider, lock and counters'
+complete -c onebitctl -n 'test "$(__onebitctl_command)" = ""' -a status -d 'the page to look at first: what is wrong, and all that is known'
 complete -c onebitctl -n 'test "$(__onebitctl_command)" = ""' -a handoffs -d 'the last handoffs, and those to come'
 complete -c onebitctl -n 'test "$(__onebitctl_command)" = ""' -a requests -d 'the requests that are being served'
 complete -c onebitctl -n 'test "$(__onebitctl_command)" = ""' -a cancel -d 'end a request that is being served'
