@@ -35,7 +35,7 @@ _KEYS: Final = frozenset(
         "AllowedCPUs", "AllowedMemoryNodes", "CPUAffinity", "CPUQuota", "LimitAS", "LimitCORE",
         "LimitCPU", "LimitDATA", "LimitFSIZE", "LimitMEMLOCK", "LimitNOFILE", "LimitNPROC",
         "LimitRSS", "LimitSTACK", "MemoryHigh", "MemoryMax", "MemorySwapMax", "NUMAMask",
-        "NUMAPolicy", "Nice", "OOMScoreAdjust", "TasksMax",
+        "NUMAPolicy", "Nice", "OOMPolicy", "OOMScoreAdjust", "TasksMax",
     }
 )  # fmt: skip
 _DIRECTORIES: Final = {

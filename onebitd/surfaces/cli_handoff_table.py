@@ -124,30 +124,34 @@ class Layout:
 
 def table(
     records: Iterator[Mapping[str, Any]] | Sequence[Mapping[str, Any]],
-    layout: Layout,
+    layout: Callable[[], Layout],
     today: dt.date,
 ) -> Iterator[list[str]]:
     """Yield the lines of each record as it comes, with the heading before the first.
+
+    It stands again where the layout has changed: a terminal may be given another width meanwhile.
 
     A line with the date stands before the first record unless that is of today, and wherever the
     date changes. What has no outcome is passed over.
 
     Args:
         records: oldest first.
-        layout: how they are drawn.
+        layout: asked how each is drawn.
         today: the date of now, of the machine's own zone, as all that is shown.
     """
     day: dt.date | None = today
-    lines = layout.header()
+    drawn: Layout | None = None
     for record in records:
         if "outcome" not in record:
             continue
+        now = layout()
+        lines = [] if now == drawn else now.header()
+        drawn = now
         moment = moment_of(record.get("time"))
         if moment is not None and moment.astimezone().date() != day:
             day = moment.astimezone().date()
-            lines.append(paint(f"{day:%a %Y-%m-%d}", "bold", layout.colour))
-        yield [*lines, *layout.row(record)]
-        lines = []
+            lines.append(paint(f"{day:%a %Y-%m-%d}", "bold", now.colour))
+        yield [*lines, *now.row(record)]
 
 
 def short_ms(value: object) -> str:

@@ -188,7 +188,7 @@ def _print_records(records: Iterable[dict[str, Any]], arguments: argparse.Namesp
         from onebitd.surfaces.cli_handoff_table import table
 
         today = dt.datetime.now().astimezone().date()
-        lines = ("\n".join(some) + "\n" for some in table(_told(records), _layout(), today))
+        lines = ("\n".join(some) + "\n" for some in table(_told(records), _layout, today))
     for text in lines:
         cli_terminal.write(text)
         if arguments.follow:

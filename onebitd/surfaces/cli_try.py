@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     events = client.stream(_CHAT_PATH, _body(arguments, prompt), headers)
     try:
         if arguments.json:
-            reply = "".join(text for text, is_thought in _pieces(events) if not is_thought)
+            reply = _reply(events)
         else:
             _Printer().print_all(events)
     finally:
@@ -157,6 +157,11 @@ def _pieces(events: Iterator[Event]) -> Iterator[tuple[str, bool]]:
                 text = delta.get(name)
                 if isinstance(text, str) and text:
                     yield text, name != "content"
+
+
+def _reply(events: Iterator[Event]) -> str:
+    """Return the whole reply, without what the model thinks to itself."""
+    return "".join(text for text, is_thought in _pieces(events) if not is_thought)
 
 
 class _Printer:

@@ -266,6 +266,12 @@ def test_schedule_every_way_comes_first_in_turn() -> None:
     ]
 
 
+def test_schedule_of_any_number_of_rounds_begins_at_once() -> None:
+    """A repeat without an end in sight, to be ended by Ctrl-C, takes neither time nor memory."""
+    found = schedule([64], ["decoder", "file"], (1 << 31) - 1)
+    assert [run.round for run in itertools.islice(found, 5)] == [0, 0, 1, 1, 2]
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 17, 300])
 def test_exact_ids_have_the_length_and_never_repeat(tokens: int) -> None:
     """However few tokens a word is worth, and whatever was asked before."""

@@ -119,6 +119,13 @@ def test_summarise_what_is_no_figure_is_left_out_of_it_alone() -> None:
     assert found["repeats"] == 0
 
 
+def test_summarise_rate_without_end_is_none() -> None:
+    """JSON has no infinity: one damaged record would spoil the page of all."""
+    records = [record("used", reply_tokens=10**30, decode_ms=ms) for ms in (1e-300, 1e31)]
+    spread = {"count": 1, "p50": 100.0, "p95": 100.0}
+    assert summarise(records)["rates"] == {"decode_tokens_per_s": spread}
+
+
 def test_summarise_parts_are_fields_of_a_record() -> None:
     """A misspelled part would never be found."""
     assert {*PARTS, *TOKENS} <= set(FIELDS)

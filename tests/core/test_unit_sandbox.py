@@ -65,7 +65,7 @@ def test_properties_of_the_units_hold_every_line_that_confines() -> None:
     own_life = {
         "Type", "NotifyAccess", "ExecStart", "ExecReload", "Restart", "RestartSec",
         "RestartPreventExitStatus", "TimeoutStartSec", "TimeoutStopSec", "TimeoutAbortSec",
-        "WatchdogSec", "KillMode", "OOMPolicy", "SyslogIdentifier", "LogExtraFields",
+        "WatchdogSec", "KillMode", "SyslogIdentifier", "LogExtraFields",
         "LogRateLimitIntervalSec", "LogRateLimitBurst",
     }  # fmt: skip
     directories = {

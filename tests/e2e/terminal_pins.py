@@ -1,4 +1,4 @@
-"""Gives what changes from run to run in a daemon's answers a fixed value, so that pages can be held.
+"""Gives what changes from run to run in a daemon's answers fixed values, to hold pages against.
 
 The documents are a real daemon's: outcomes, reasons, counts, tokens, states and sentences stay. By
 rule there are replaced:

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,28 +30,21 @@ CTL = ".venv/bin/onebitctl -i demo"
 
 HOST = (
     "make demo",
-    ".venv/bin/onebitctl -i demo status",
+    ".venv/bin/onebitctl -i demo try",
     "curl -i",
     "from openai",
     "onebitctl status",
+    "onebitctl bench",
 )
 """Blocks that are tried here."""
 BOX = (
-    *(
-        "/usr/bin/python3 -m venv",
-        "PATH=/opt/onebitd/bin",
-        "/opt/onebitd/bin/onebitctl install-units",
-    ),
-    *("onebitctl -i qwen stop", "install -D -m 644 -t", "[model]"),
+    *("/usr/bin/python3 -m venv", "/opt/onebitd/bin/onebitctl install-units", "[model]"),
+    *("onebitctl -i qwen doctor", "install -D -m 644 -t"),
 )
 """Blocks that tests/systemd/test_readme.py tries."""
 ELSEWHERE = {
     "make deb": "tests/systemd/test_deb.py",
     "/opt/onebitd/bin/onebitd -m": "tests/systemd/test_install.py",
-    "systemctl --user": "tests/systemd/test_install.py",
-    "ONEBIT_PREFILL_LLAMA_SERVER=": "tests/e2e/test_prefill_llama.py",
-    "install -m 640": "tests/systemd/test_deb.py",
-    "apt install haproxy": "tests/e2e/test_front_proxies.py",
     "curl --unix-socket": "tests/e2e/test_metrics.py",
     "scrape_configs:": "tests/repo/test_monitoring.py",
     "onebitctl provider check": "tests/e2e/test_conformance.py",
@@ -107,8 +101,8 @@ def demo() -> Iterator[Demo]:
     require_program("curl")
     BUILDS[0].require()
     MODELS[0].require()
-    command, once, suite = readme.block("make demo").commands
-    assert (once, suite) == (f"{command} ONCE=1", "make test")
+    command, once = readme.block("make demo").commands
+    assert once == f"{command} ONCE=1"
     with subprocess.Popen(
         ["sh", "-c", f"exec {command}"],
         cwd=ROOT,
@@ -159,14 +153,33 @@ def test_readme_demo_says_what_the_handoff_did(demo: Demo) -> None:
 
 
 @pytest.mark.real
-def test_readme_programs_are_where_it_says(demo: Demo) -> None:
-    """The client of the demo, a Python with the package openai, and the page."""
-    status, python, man = readme.block(".venv/bin/onebitctl").commands
-    done = shell(status)
-    assert (done.returncode, done.stderr) == (0, ""), done
-    assert done.stdout.startswith("demo: ready")
-    assert shell(f"{python} -c 'import openai'").returncode == 0
-    assert (ROOT / man.removeprefix("man -l ")).is_file()
+def test_readme_second_terminal_shows_reply_handoff_and_status(demo: Demo) -> None:
+    """One chat and what became of it, its row, and the page to look at first."""
+    chat, handoffs, status = map(shell, readme.block(".venv/bin/onebitctl").commands)
+    assert (chat.returncode, "Paris" in chat.stdout) == (0, True), chat
+    assert "handed over by state file" in " ".join(chat.stderr.split())
+    assert (handoffs.returncode, handoffs.stderr) == (0, ""), handoffs
+    assert re.search(r"^\S+ +used +\d+ +1 ", handoffs.stdout, re.MULTILINE), handoffs
+    assert (status.returncode, status.stderr) == (0, ""), status
+    assert status.stdout.startswith("demo: ready")
+
+
+@pytest.mark.real
+def test_readme_page_is_where_it_says(demo: Demo) -> None:
+    """A browser finds it at that address."""
+    (address,) = set(re.findall(r"`http://(\S+)(?=/onebit/`)", (ROOT / "README.md").read_text()))
+    assert address == ADDRESS
+    with urllib.request.urlopen(f"http://{demo.address}/onebit/", timeout=PATIENCE_S) as reply:
+        assert reply.headers.get_content_type() == "text/html"
+
+
+def test_readme_man_pages_are_those_of_the_checkout() -> None:
+    """Each page of its table is there, and the one that it shows how to read."""
+    text = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"`(onebit[\w.-]*)\((\d)\)`", text))
+    assert {path.name for path in (ROOT / "man").iterdir()} == {".".join(page) for page in named}
+    (shown,) = re.findall(r"`man -l (\S+)`", text)
+    assert (ROOT / shown).is_file()
 
 
 @pytest.mark.real
@@ -208,6 +221,16 @@ def test_readme_commands_that_look_are_fine(demo: Demo) -> None:
             continue
         done = shell(words)
         assert (done.returncode, done.stderr) == (0, ""), (command, done)
+
+
+@pytest.mark.real
+def test_readme_bench_and_advise_say_what_a_handoff_is_worth(demo: Demo) -> None:
+    """The lines as they stand, with one short length; what they find depends on the machine."""
+    bench, advise = readme.block("onebitctl bench").commands
+    done = shell(f"{bench.replace('onebitctl', CTL, 1)} --lengths 32 --repeat 1 --max-tokens 1")
+    assert (done.returncode, "RATIO" in done.stdout) == (0, True), done
+    done = shell(advise.replace("onebitctl", CTL, 1))
+    assert (done.returncode, "Time to first byte" in done.stdout) == (0, True), done
 
 
 @pytest.mark.real

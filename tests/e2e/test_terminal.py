@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import json
 import os
 import re
 import signal
@@ -21,7 +22,10 @@ import pyte
 import pytest
 
 from onebitd.adapters.history_store import HistoryStore, Keep
-from tests.e2e.standin_route import Background, Route, quick_provider, running_route
+from tests.e2e.rig import DAYS as RIG_DAYS
+from tests.e2e.rig import RHYME as RIG_RHYME
+from tests.e2e.rig import Prepared, running_rig
+from tests.e2e.standin_route import DECODER, PATH, Background, Route, quick_provider, running_route
 from tests.e2e.terminal_pins import pinned_record
 from tests.e2e.terminal_relay import relayed
 from tests.e2e.terminal_screens import (
@@ -31,6 +35,7 @@ from tests.e2e.terminal_screens import (
     DIRECTORY,
     EVERY,
     FEW,
+    NO_COLOR,
     PIPED,
     Desk,
     Terminal,
@@ -39,12 +44,17 @@ from tests.e2e.terminal_screens import (
     typed,
 )
 from tests.harness import HttpReply, RunningDaemon, clean_environ, raw_connection, wait_until
+from tests.llama_builds import LlamaBuild, LlamaModel
 
 RHYME = "Mary had a little lamb, its fleece was white as snow. "
 MEMBERS, MEMBER, STRANGER = 54321, 54322, 54323
 """A group, and users that are in no passwd."""
 RUN = "/run/user/1000"
 IS_ROOT = os.geteuid() == 0
+WITHOUT_SYSTEMD = pytest.mark.skipif(
+    Path("/run/systemd/system").is_dir(),
+    reason="where systemd runs the sentences are others; tests/systemd has them",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +232,7 @@ def test_status_watched_is_drawn_in_place(day: Place, terminal: Terminal) -> Non
 
 
 def test_config_is_three_columns_that_fit(day: Place) -> None:
-    """A value that does not fit has lines of its own on a terminal; a pipe gets a setting a line."""
+    """A value that does not fit has lines of its own on a terminal; a pipe a setting a line."""
     hold("config", shots(day.desk, named("config")))
 
 
@@ -318,6 +328,7 @@ NEEDS_DAEMON = (
 )
 
 
+@WITHOUT_SYSTEMD
 def test_no_daemon_is_exit_status_3_and_how_to_start_one() -> None:
     """Whichever command is asked; the lock needs none."""
     with desk_of_nobody() as desk:
@@ -326,17 +337,67 @@ def test_no_daemon_is_exit_status_3_and_how_to_start_one() -> None:
         hold("down", shots(desk, named("status"), ALL), *texts, lock)
 
 
+@WITHOUT_SYSTEMD
 def test_no_daemon_but_its_history_is_shown_and_named(day: Place) -> None:
-    """The handoffs are those of the file; the other commands still want a daemon."""
+    """The handoffs are those of the file, which is named on stderr; of a user's own daemon."""
     with home_of_user() as home:
-        store = HistoryStore(home / "state" / "onebitd" / "qwen" / "history.db")
+        path = home / "state" / "onebitd" / "qwen" / "history.db"
+        store = HistoryStore(path)
         store.open()
-        records = map(pinned_record, day.route.daemon.handoffs())
+        text = json.dumps(list(map(pinned_record, day.route.daemon.handoffs())))
+        records = json.loads(day.desk.as_shown(text))
         store.write(list(enumerate(records, 1)), Keep(1000, 0))
         store.close()
         desk = desk_of(home, dict(day.desk.shown))
-        lines = [["handoffs", "-n", "3"], ["handoffs", "--outcome", "wasted"], ["status"]]
-        hold("down-history", *(shots(desk, named(*words)) for words in lines))
+        if IS_ROOT:  # whose history is that of a service
+            for entry in (home, *home.rglob("*")):
+                os.chown(entry, MEMBER, MEMBER)
+            desk = dataclasses.replace(desk, become=become(MEMBER))
+        listed = shots(desk, named("handoffs", "-n", "3"))
+        lines = [["handoffs", "--outcome", "wasted"], ["handoffs", "--summary"], ["status"]]
+        hold("down-history", listed, *(shots(desk, named(*words), (AT_80,)) for words in lines))
+
+
+@WITHOUT_SYSTEMD
+@pytest.mark.skipif(not IS_ROOT, reason="its sentences name the user")
+def test_doctor_is_groups_of_checks_and_their_fixes(day: Place) -> None:
+    """What is wrong stands in the second line; each fix is a command."""
+    with home_of_user() as home, tempfile.TemporaryDirectory(dir="/dev/shm") as states:
+        file = home / "qwen.toml"
+        file.write_text(doctors_config(day, home, states))
+        more = {"RUNTIME_DIRECTORY": str(day.runtime), "STATE_DIRECTORY": str(home), "PATH": PATH}
+        desk = desk_of(home, {states: "/run/states", str(day.home): RUN})
+        desk = dataclasses.replace(desk, environ={**desk.environ, **more})
+        words = ["doctor", "--here", "-i", "qwen", "--config", str(file)]
+        well = shots(desk, words, (AT_80, PIPED), tidy=of_any_machine)
+        (home / "tiny.gguf").unlink()
+        file.write_text(file.read_text().replace("/prefill", "/gone"))
+        ill = shots(desk, [*words, "--quick"], (AT_80, NO_COLOR), tidy=of_any_machine)
+        file.write_text("[http]\nport = 80000\n")
+        bad = shots(desk, [*words, "--quick"], (AT_80,), tidy=of_any_machine)
+        hold("doctor", *map(desk.as_shown, (well, ill, bad)))
+
+
+def doctors_config(day: Place, home: Path, states: str) -> str:
+    """Return the configuration of a daemon like that of these tests, all of it in `home`."""
+    (home / "tiny.gguf").write_bytes((day.route.home / "tiny.gguf").read_bytes())
+    (home / "llama-server").symlink_to(DECODER)
+    quick_provider(home).rename(home / "prefill")
+    return (
+        f'[model]\npath = "{home}/tiny.gguf"\n'
+        f'[backend]\nllama_server = "{home}/llama-server"\n'
+        f'[provider]\nprogram = "{home}/prefill"\n'
+        f'[handoff]\nstate_dir = "{states}"\n'
+        f'[lock]\npath = "{home}/npu.lock"\n'
+        f"[http]\nport = {day.route.daemon.port}\n"
+    )
+
+
+def of_any_machine(text: str) -> str:
+    """Return a doctor's report without what it says of this machine's devices and memory."""
+    text = re.sub(r"(?ms)^devices$.*?(?=^\S)", "devices\n  ...\n", text)
+    text = re.sub(r"[\d.]+ [GM]iB\b", "9 GiB", text)
+    return re.sub(r"\b\d[\d.]* (ms|s)\b", r"1 \1", re.sub(r"\b(pid|kill) \d+", r"\1 4100", text))
 
 
 @contextlib.contextmanager
@@ -497,12 +558,18 @@ def test_restarting_daemon_says_that_the_decoder_ended(tmp_path: Path) -> None:
         hold("restarting", *texts)
 
 
+def is_unknown(route: Route, what: str) -> bool:
+    """Say whether the daemon has yet to learn something."""
+    return what in route.daemon.status()["policy"]["missing"]
+
+
 def test_draining_daemon_says_that_it_stops(tmp_path: Path) -> None:
     """A reply is let come to its end; new requests are turned away."""
     with place(tmp_path) as draining:
         route = draining.route
         client = Background(ask, route, 1, RHYME, decoder="--hold-on completion")
         wait_until(lambda: route.daemon.status()["slot"]["phase"] == "decode", "it is held")
+        wait_until(lambda: not is_unknown(route, "provider"), "what the run took is known")
         route.daemon.process.send_signal(signal.SIGTERM)
         wait_until(lambda: route.daemon.status()["state"] == "draining", "it drains")
         texts = [shots(draining.desk, named("status"))]
@@ -510,6 +577,36 @@ def test_draining_daemon_says_that_it_stops(tmp_path: Path) -> None:
         route.behave()
         client.join()
         hold("draining", *texts)
+
+
+def test_real_decoder_says_the_same(
+    prepared: Prepared, parts: tuple[LlamaBuild, LlamaModel], tmp_path: Path
+) -> None:
+    """Status, handoffs and a try on a llama-server: its words, the same pages."""
+    with home_of_user() as home, running_rig(prepared, *parts, tmp_path) as rig:
+        rig.set_mode("ok")
+        for number, prompt, policy in ((1, RIG_RHYME, "always"), (2, RIG_DAYS, "never")):
+            names = {"X-Request-Id": f"req-{number:02}", "X-Onebit-Handoff": policy}
+            assert rig.daemon.completion(prompt, headers=names, max_tokens=6).status == 200
+        shown = {
+            **shown_of(rig.daemon, tmp_path, rig.provider),
+            str(parts[0].program): "/opt/llama/llama-server",
+            str(parts[1].path): "/srv/models/smollm2-135m.gguf",
+            str(rig.daemon.runtime.with_name("npu.lock")): "/tmp/1bit-npu-device.lock",
+        }
+        path = home / "onebitd" / "qwen" / "control.sock"
+        with relayed(path, rig.daemon.runtime / "control.sock", shown):
+            desk = desk_of(home, shown)
+            texts = [shots(desk, named("status")), shots(desk, named("handoffs"), (AT_80, AT_100))]
+            words = named("try", "--policy", "never", "--max-tokens", "4", "Say nothing.")
+            desk.look(words, PIPED)  # from then on its prompt is in the slot
+            texts.append(shots(desk, words, (AT_80,), tidy=without_reply))
+        hold("real", *texts)
+
+
+def without_reply(text: str) -> str:
+    """Return what `try` prints without the words of the model."""
+    return "...\n\n" + text.partition("\n\n")[2]
 
 
 def test_texts_are_each_held_by_a_test() -> None:

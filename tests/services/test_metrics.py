@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -127,6 +128,22 @@ def test_gauges_follow_the_status() -> None:
     assert value_of(metrics, "onebitd_state", state="loading") == 0
     assert value_of(metrics, "onebitd_state", state="ready") == 1
     assert value_of(metrics, "onebitd_requests_in_flight") == 5
+
+
+@pytest.mark.parametrize(
+    ("build", "shown"),
+    [('b1 "x"\\\n', 'b1 "x"\\\n'), ("b1\ud800", "b1?"), ("", "unknown")],
+)
+@pytest.mark.parametrize("accept", [None, OPENMETRICS])
+def test_build_info_with_any_words_spoils_no_scrape(
+    build: str, shown: str, accept: str | None
+) -> None:
+    """They are the decoder's: quotes, a line's end, half of a letter (which JSON can hold)."""
+    status = make_status()
+    status = dataclasses.replace(status, backend=dataclasses.replace(status.backend, build=build))
+    found = families(Metrics(lambda: status, lambda: 0), accept)
+    (info,) = (family for family in found if family.name.startswith("onebitd_build"))
+    assert [sample.labels["llama_cpp"] for sample in info.samples] == [shown]
 
 
 def test_metrics_of_two_daemons_do_not_meet() -> None:

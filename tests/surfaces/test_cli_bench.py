@@ -12,6 +12,7 @@ import pytest
 
 from onebitd.client import BadAnswer
 from onebitd.core.errors import UsageError
+from onebitd.state_tools import plot
 from onebitd.surfaces import cli, cli_bench
 from onebitd.surfaces.bench_pages import Bench
 from tests.surfaces.test_try_pages import Terminal
@@ -77,7 +78,7 @@ def test_plan_that_cannot_be_kept_is_refused(
     ("change", "wanted"),
     [
         ({"state": "loading"}, "the daemon is loading"),
-        ({"state": "ready", "model": None}, "wait until"),
+        ({"state": "ready", "model": None}, "how long its context is"),
         ({"provider": {"program": None}}, "no prefill provider"),
         ({"provider": None}, "no prefill provider"),
     ],
@@ -177,6 +178,39 @@ def test_try_without_a_prompt_is_a_usage_error(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
     assert cli.main(["-i", "no-such-instance", "try"]) == 2
     assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["try", "-"], "no prompt"),
+        (["try"], "no prompt"),
+        (["try", "on\udcff"], "the prompt on the command line is not UTF-8"),
+    ],
+)
+def test_try_words_that_are_no_prompt_are_a_usage_error(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    wanted: str,
+) -> None:
+    """Also where the shell has closed standard input (`<&-`): Python then has none."""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.main(["-i", "no-such-instance", *words]) == 2
+    assert wanted in capsys.readouterr().err
+
+
+def test_bench_picture_that_cannot_be_written_is_told_before_it_measures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not after half an hour; a picture that can be is not touched until there is a new one."""
+    monkeypatch.setattr(plot, "load_matplotlib", lambda: None)  # it takes a second
+    words = ["-i", "no-such-instance", "bench", "--plot"]
+    assert cli.main([*words, str(tmp_path / "gone" / "x.png")]) == 2
+    assert "x.png: cannot be written: No such file or directory" in capsys.readouterr().err
+    (tmp_path / "old.png").write_text("old")
+    assert cli.main([*words, str(tmp_path / "old.png")]) == 3
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("old.png", "old")]
 
 
 @pytest.mark.parametrize(

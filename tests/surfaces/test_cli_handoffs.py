@@ -198,7 +198,7 @@ def drawn(
 ) -> str:
     """Return the table of the records, or of those above."""
     shown = records or tuple(record.fields() for record in RECORDS)
-    found = table(shown, Layout(width, colour, blocks), TODAY)
+    found = table(shown, lambda: Layout(width, colour, blocks), TODAY)
     return "".join(f"{line}\n" for lines in found for line in lines)
 
 
@@ -330,6 +330,15 @@ def test_handoffs_table_day_stands_where_it_changes_and_first_unless_it_is_today
     assert "2026" not in drawn(100, USED.fields())
 
 
+def test_handoffs_table_terminal_of_another_width_has_a_heading_of_its_own() -> None:
+    """With `-f` a window may be made narrower; each line fits, under the columns that it has."""
+    widths = iter([100, 100, 60, 100])
+    found = table([USED.fields()] * 4, lambda: Layout(next(widths), False, True), TODAY)
+    lines = [line for some in found for line in some]
+    shown = [drawn(width, USED.fields()).splitlines() for width in (100, 60)]
+    assert lines == [*shown[0], shown[0][-1], *shown[1], *shown[0]]
+
+
 def test_handoffs_table_of_another_version_is_still_shown() -> None:
     """Fields that are missing, or of another kind, are no traceback."""
     odd = dict.fromkeys(FIELDS, "x\x1b") | {"outcome": "transmogrified", "route": ["a", "b", "c"]}
@@ -337,6 +346,15 @@ def test_handoffs_table_of_another_version_is_still_shown() -> None:
         text = drawn(width, {"outcome": None}, odd)
         assert "transmog~" in text
         assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("time", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-12:00"])
+def test_handoffs_time_that_no_calendar_has_is_shown_as_none(time: str) -> None:
+    """In UTC it would be of the year 0, or 10000: no traceback, and no day."""
+    record = USED.fields() | {"time": time}
+    assert drawn(100, record).splitlines()[-1].startswith("-         used ")
+    page = cli_handoff_summary.summary_page(summarise([record]), 80, colour=False)
+    assert page[0] == "1 handoff, ?"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from onebitd.client import AccessDenied, BadAnswer, ControlClient, NoDaemon
 from onebitd.core.errors import ConfigError, RequestError
 from onebitd.core.handoff import Route
-from onebitd.surfaces import cli_public, public_http
+from onebitd.surfaces import cli_public, cli_try, public_http
 from onebitd.surfaces.cli_public import PublicClient, address_in
 from onebitd.surfaces.relay import Client
 
@@ -107,6 +107,14 @@ def test_stream_that_is_no_whole_reply_is_an_error(pieces: Sequence[bytes], want
     assert raised.value.exit_status == 1
 
 
+def test_stream_event_that_says_nothing_is_passed_over() -> None:
+    """An error that is null is none, and what cannot be read ends no command in a traceback."""
+    odd = b'data: {"error": null, "choices": 5}\n\ndata: ' + b"[" * 100_000 + b"\n\n"
+    with answering(HEAD, odd, event("one"), b"data: [DONE]\n\n") as (address, _):
+        events = PublicClient(address, None).stream("/v1/chat/completions", {"a": 1}, {})
+        assert [text for text, _ in cli_try._pieces(events)] == ["one"]
+
+
 def test_stream_key_that_is_refused_says_which_option_to_use() -> None:
     """And shows no key."""
     reply = refusal(401, "Invalid API Key")
@@ -188,11 +196,11 @@ def test_find_key_is_the_given_file_or_the_daemons_own(tmp_path: Path) -> None:
         find(own, tmp_path / "gone")
 
 
-def client_with(route: bytes) -> Client:
-    """Return a request with a header X-Onebit-Route."""
+def client_with(*routes: bytes) -> Client:
+    """Return a request with such headers X-Onebit-Route."""
 
     class Head:
-        headers = ((b"x-onebit-route", route),)
+        headers = tuple((b"x-onebit-route", route) for route in routes)
 
     return cast("Client", Head())
 
@@ -204,6 +212,12 @@ def client_with(route: bytes) -> Client:
 def test_route_header_names_a_route(header: bytes, wanted: Route | None) -> None:
     """In any case; without one it is the configuration's."""
     assert public_http._wanted_route(client_with(header), may_share=True) is wanted
+
+
+def test_route_header_that_is_there_twice_is_refused() -> None:
+    """As one with both values in it (RFC 9110, section 5.3): neither of the two wins unseen."""
+    with pytest.raises(RequestError, match="'file, shared' is none of file, shared"):
+        public_http._wanted_route(client_with(b"file", b"shared"), may_share=True)
 
 
 def test_route_header_that_cannot_be_met_is_refused() -> None:

@@ -197,7 +197,7 @@ async def test_status_all_is_a_block_for_each_and_the_worst_exit_status(
     page, listed = capsys.readouterr().out.split("{", 1)
     lines = page.split("\n")
     assert lines[:3] == [
-        "gemma     restarting (oom), up 2 h 5 min",
+        "gemma     restarting, up 2 h 5 min",
         "          The decoder is being restarted (oom); until it is ready, requests wait or",
         "          get 503. Its last words are in the log: the daemon's standard error.",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,9 @@ DECODED: dict[str, Any] = {
         # Of another version, or damaged.
         ({"outcome": "new", "first_byte_ms": "soon", "prompt_tokens": None}, "Unfinished."),
         ({}, "Unfinished."),
+        (dict.fromkeys(("first_byte_ms", "reply_tokens"), 10**400), "Unfinished."),
+        (dict.fromkeys(("first_byte_ms", "reply_tokens"), -1), "Unfinished."),
+        (dict.fromkeys(("first_byte_ms", "reply_tokens"), math.nan), "Unfinished."),
     ],
 )
 def test_sentence_of_a_record_says_what_became_of_it(record: dict[str, Any], wanted: str) -> None:
@@ -189,6 +193,12 @@ def test_printer_reply_goes_to_stdout_alone(
     monkeypatch.setattr(sys, "stderr", streams[1])
     cli_try._Printer().print_all(said(*pieces))
     assert (streams[0].written, streams[1].written) == (out, err)
+
+
+def test_reply_for_programs_is_what_stdout_would_have() -> None:
+    """`try --json` gives the answer, as it came, and not the model's thoughts before it."""
+    assert cli_try._reply(said(*THOUGHT)) == "yes\n"
+    assert cli_try._reply(said(*REPLY)) == "one\x1b[2J two"
 
 
 def test_printer_reply_that_breaks_off_ends_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

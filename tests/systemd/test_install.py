@@ -487,7 +487,7 @@ def test_service_whose_port_is_taken_names_the_other_instance(installed: Box) ->
 
 
 def test_http_socket_takes_the_port_of_a_stopped_service(installed: Box) -> None:
-    """The commands of the README in their order; while the service runs, systemd refuses."""
+    """The commands of onebitd(8) in their order; while the service runs, systemd refuses."""
     with instance_in(installed, "qwen", 8000) as qwen:
         http = qwen.units[2]
         assert installed.run("systemctl", "start", http, check=False).status == 1

@@ -45,7 +45,7 @@ def typed(box: Box, name: str) -> list[Done]:
 
 @pytest.mark.parametrize("suite", [SUITES[-1]], indirect=True, ids=lambda suite: suite.name)
 def test_readme_service_serves_a_newcomer_who_types_what_stands_there(fresh_box: Box) -> None:
-    """Environment, units, configuration, start, the port that systemd holds, a drop-in."""
+    """Environment, units, configuration, start, doctor, a drop-in, the man page."""
     BUILDS[0].require()
     MODELS[0].require()
     box = fresh_box
@@ -59,8 +59,6 @@ def test_readme_service_serves_a_newcomer_who_types_what_stands_there(fresh_box:
     venv, pip = readme.block("/usr/bin/python3 -m venv").commands
     assert (venv.split()[-1], pip) == ("/opt/onebitd", f"{BIN}/pip install .")
     install(box)
-    path, man = readme.block("PATH=").commands
-    assert "ONEBITD(8)" in box.run("sh", "-c", f"{path}; MANPAGER=cat {man}").stdout
 
     *_, status = typed(box, "/opt/onebitd/bin/onebitctl install-units")
     assert status.stdout.startswith("qwen: ready"), status
@@ -68,8 +66,10 @@ def test_readme_service_serves_a_newcomer_who_types_what_stands_there(fresh_box:
     assert "Paris" in qwen.chat(QUESTION)
     assert [record["outcome"] for record in qwen.handoffs()] == ["used"]
 
-    typed(box, "onebitctl -i qwen stop")
-    assert qwen.chat("Hello")
+    (report,) = typed(box, "onebitctl -i qwen doctor")
+    assert "as the service sees it" in report.stdout.splitlines()[0], report
+    assert "failed" not in report.stdout.splitlines()[1], report
+    assert "ONEBITD(8)" in box.run("sh", "-c", "MANPAGER=cat man onebitd").stdout
     typed(box, "install -D -m 644 -t")
     assert qwen.show("MemoryDenyWriteExecute") == {"MemoryDenyWriteExecute": "no"}
     assert qwen.chat("Hello")
