@@ -157,7 +157,7 @@ class ControlClient:
 
     def _list(self, target: str, name: str) -> list[dict[str, Any]]:
         found = self._object(target).get(name)
-        if not isinstance(found, list):
+        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
             raise self._bad(f"there is no list of {name} in it")
         return found
 
@@ -212,7 +212,7 @@ class ControlClient:
     def _parse(self, data: bytes) -> dict[str, Any]:
         try:
             found = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self._bad("it is not JSON") from None
         if not isinstance(found, dict):
             raise self._bad("it is not a JSON object")
@@ -222,7 +222,7 @@ class ControlClient:
         with self._translated():
             body = answer.read()
         error: Mapping[str, Any] = {}
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             error = dict(json.loads(body)["error"])
         text = f"onebitd on {self._path} answered {answer.status}: "
         text += str(error.get("message", answer.reason))

@@ -36,6 +36,10 @@ class HistoryTooNew(HistoryFileError):
     """A later onebitd wrote it."""
 
 
+class HistoryGrown(HistoryFileError):
+    """Another program has added records: their numbers are taken."""
+
+
 _WORDS: Final = {
     sqlite3.SQLITE_BUSY: "another program has locked it",
     sqlite3.SQLITE_LOCKED: "another program has locked it",

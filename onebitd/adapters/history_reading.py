@@ -30,6 +30,7 @@ from onebitd.core.handoff_filter import WORDS, HandoffFilter, parse_time
 PAGE_RECORDS: Final = 500
 _BUSY_S: Final = 2.0
 _TRIES: Final = 5
+_INDEX_BYTES: Final = 32 << 10
 _NO_END: Final = 1 << 62
 
 Row = tuple[int, dict[str, Any]]
@@ -72,12 +73,7 @@ class _Aside(sqlite3.Connection):
 def _opened_aside(path: str) -> Iterator[_Aside]:
     """Open the file without leaving a trace, in another process than the daemon's."""
     with translated(path, "read"):
-        try:
-            info = os.lstat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            raise NoHistory(f"{path} does not exist: nothing has been kept there") from None
-        if not stat.S_ISREG(info.st_mode):
-            raise HistoryFileError(f"{path} is no file; remove it")
+        _look_at(path)
         if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
             raise PermissionError
         has_log = os.path.exists(f"{path}-wal")
@@ -127,9 +123,42 @@ def opened(path: str) -> Iterator[sqlite3.Connection]:
 
     The files beside it are shared with the writer there: opened read-only by the first of two, they
     would be read-only for the second.
+
+    Raises:
+        NoHistory: it is not there, or nothing has been put into it yet.
+        HistoryTooNew, HistoryFileError: it was replaced by something else.
     """
+    with translated(path, "read"):
+        _look_at(path)
+        mend_index(path)
     with _connected(path, "mode=ro") as connection:
+        with translated(path, "read"):
+            check_version(connection, path)
+            if not schema.version_of(connection):
+                raise NoHistory(f"{path} is empty")
         yield connection
+
+
+def mend_index(path: str | os.PathLike[str]) -> None:
+    """Give `-shm` its least size back, if somebody has cut it under us.
+
+    It is mapped: a look at what is not there any more kills the process. With zeros in it SQLite
+    makes it anew from the log.
+    """
+    index = f"{os.fspath(path)}-shm"
+    with contextlib.suppress(FileNotFoundError):
+        if os.stat(index).st_size < _INDEX_BYTES:
+            os.truncate(index, _INDEX_BYTES)
+
+
+def _look_at(path: str) -> None:
+    """Refuse what is no file: merely to open a pipe may take forever."""
+    try:
+        info = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NoHistory(f"{path} does not exist: nothing has been kept there") from None
+    if not stat.S_ISREG(info.st_mode):
+        raise HistoryFileError(f"{path} is no file; remove it")
 
 
 def first_id(connection: sqlite3.Connection, wanted: HandoffFilter, below: int = _NO_END) -> int:

@@ -28,6 +28,7 @@ from onebitd.adapters.history_errors import (
     HistoryDamaged,
     HistoryDenied,
     HistoryFileError,
+    HistoryGrown,
     HistoryTooNew,
     NoHistory,
     translated,
@@ -39,6 +40,7 @@ __all__ = [
     "HistoryDamaged",
     "HistoryDenied",
     "HistoryFileError",
+    "HistoryGrown",
     "HistoryStore",
     "HistoryTooNew",
     "Keep",
@@ -78,13 +80,14 @@ class HistoryStore:
         self.path = path
         self._connection: sqlite3.Connection | None = None
         self._inode = 0
-        self._count = 0
+        self._log = (0, 0)
+        self._count = self._last = 0
         self._lock = threading.Lock()
 
     @property
     def is_open(self) -> bool:
         """Whether it can be written to, as far as is known."""
-        return self._connection is not None
+        return self._inode != 0  # which comes last: another thread may be about to open it
 
     def open(self) -> int:
         """Open the file, make it or bring it up to date; return its last record's number, or 0.
@@ -107,10 +110,11 @@ class HistoryStore:
             connection.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
             connection.execute("PRAGMA trusted_schema = OFF")
             schema.migrate(connection)
-            self._inode = self.path.stat().st_ino
             (self._count,) = connection.execute("SELECT count(*) FROM handoffs").fetchone()
-            (last,) = connection.execute("SELECT max(id) FROM handoffs").fetchone()
-            return int(last or 0)
+            self._last = _last_id(connection)
+            self._log = self._log_now()
+            self._inode = self.path.lstat().st_ino
+            return self._last
 
     def _prepare(self) -> None:
         """Make sure that there is a file, and that nobody else may read it."""
@@ -145,22 +149,29 @@ class HistoryStore:
         waited for. Return True when more are to be deleted.
 
         Raises:
-            NoHistory: somebody has removed the file meanwhile.
+            NoHistory: somebody has removed the file meanwhile, or spoilt its log.
+            HistoryGrown: there are records of another program; nothing is written.
             HistoryDamaged, HistoryFileError: see `open`.
         """
         values = [_values(*row) for row in rows]
         with self._lock, self._closed_on_error("written"):
             connection = self._opened()
             if not self._is_in_place():
-                raise NoHistory(f"{self.path} is not there any more")
+                raise NoHistory(f"{self.path}, or its log, is not there any more")
+            reading.mend_index(self.path)
             if values:
                 connection.execute("BEGIN IMMEDIATE")
+                if _last_id(connection) > self._last:
+                    raise HistoryGrown(f"{self.path} has records of another program")
                 cursor = connection.executemany(
                     "INSERT OR IGNORE INTO handoffs VALUES (?, ?, ?, ?, ?, ?)", values
                 )
                 connection.execute("COMMIT")
                 self._count += cursor.rowcount
-            return self._prune(connection, keep)
+                self._last = max(self._last, rows[-1][0])
+            is_more = self._prune(connection, keep)
+            self._log = self._log_now()
+            return is_more
 
     def _prune(self, connection: sqlite3.Connection, keep: Keep) -> bool:
         surplus = self._count - keep.records
@@ -179,8 +190,10 @@ class HistoryStore:
         (spare,) = connection.execute("PRAGMA freelist_count").fetchone()
         if spare > _SPARE_PAGES:  # a few are of use for the next records
             connection.execute(f"PRAGMA incremental_vacuum({_FREED_PAGES})").fetchall()
+            (left,) = connection.execute("PRAGMA freelist_count").fetchone()
+            spare = left if left < spare else 0  # a file made by other means may not shrink
         is_more = self._count > keep.records or old == PRUNE_RECORDS
-        return is_more or spare > _SPARE_PAGES + _FREED_PAGES
+        return is_more or spare > _SPARE_PAGES
 
     def close(self) -> None:
         """Close the file; what its log holds goes into it."""
@@ -231,10 +244,26 @@ class HistoryStore:
         return [Path(f"{self.path}{suffix}") for suffix in _BESIDE]
 
     def _is_in_place(self) -> bool:
+        """Whether what is open is what a later daemon will find.
+
+        SQLite does not notice a log that is gone or cut; what it adds to that is lost with a kill,
+        and what it copies out of it into the file is zeros.
+        """
         try:
-            return self.path.stat().st_ino == self._inode
+            if self.path.lstat().st_ino != self._inode:
+                return False
         except FileNotFoundError:
             return False
+        inode, size = self._log_now()
+        return inode == self._log[0] and size >= min(self._log[1], _LOG_BYTES)
+
+    def _log_now(self) -> tuple[int, int]:
+        """Return inode and size of the log; zeros when there is none."""
+        try:
+            info = self._beside()[0].stat()
+        except FileNotFoundError:
+            return 0, 0
+        return info.st_ino, info.st_size
 
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
@@ -252,9 +281,15 @@ class HistoryStore:
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None
+        self._inode = 0
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):  # an open transaction ends with it
                 connection.close()
+
+
+def _last_id(connection: sqlite3.Connection) -> int:
+    (last,) = connection.execute("SELECT max(id) FROM handoffs").fetchone()
+    return int(last or 0)
 
 
 def _remove(file: Path) -> bool:

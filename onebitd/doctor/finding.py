@@ -136,12 +136,16 @@ def summary(findings: Sequence[Finding]) -> str:
     done = len(findings) - len(left)
     parts = []
     if bad:
-        parts.append(f"{len(bad)} of {_count(done, 'check')} failed: {', '.join(bad)}")
+        parts.append(f"{len(bad)} of {_count(done, 'check')} failed: {_names(bad)}")
     if odd:
-        parts.append(f"{_count(len(odd), 'warning')}: {', '.join(odd)}")
+        parts.append(f"{_count(len(odd), 'warning')}: {_names(odd)}")
     if not parts:
         parts.append(f"all is well: {_count(done, 'check')}")
     return "; ".join(parts) + (f", {len(left)} skipped" if left else "")
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
 
 
 def _count(number: int, what: str) -> str:

@@ -21,7 +21,14 @@ import trio
 
 from onebitd.adapters import history_reading as reading
 from onebitd.adapters.history_key import load_key
-from onebitd.adapters.history_store import HistoryDamaged, HistoryFileError, HistoryStore, Keep
+from onebitd.adapters.history_store import (
+    HistoryDamaged,
+    HistoryFileError,
+    HistoryGrown,
+    HistoryStore,
+    Keep,
+    NoHistory,
+)
 from onebitd.core import paths
 from onebitd.core.config import HistoryConfig
 from onebitd.core.handoff_filter import HandoffFilter
@@ -80,6 +87,8 @@ class HistoryKeeper:
         self._loaded = trio.Event()
         self._is_restored = False
         self._told: set[str] = set()
+        self._problem: str | None = None
+        self._files = 1  # that were begun
         self._found_damage: HistoryDamaged | None = None
         self._writes = LateWrites(self._write, every_s=PRUNE_EVERY_S, retry_s=RETRY_S, at_once=True)
         self._readers = trio.CapacityLimiter(_READERS)
@@ -124,6 +133,8 @@ class HistoryKeeper:
             except HistoryDamaged as error:
                 await self._set_aside(error)
                 await self._bring_up_to_date()
+            except HistoryGrown:
+                await self._bring_up_to_date()  # our numbers go on behind theirs
         except HistoryFileError as error:
             self._loaded.set()
             self._warn(error)
@@ -177,17 +188,19 @@ class HistoryKeeper:
     async def _set_aside(self, error: HistoryDamaged) -> None:
         stamp = f"{self._now():%Y%m%dT%H%M%S.%fZ}"
         kept = await _in_thread(partial(self._store.set_aside, stamp))
+        self._files += 1
         line = f"{error}; a new history is begun, and the file is kept as {kept}"
         log.warning("history_damaged", line=line)
 
     @property
     def problem(self) -> str | None:
         """What is in the way of the file now; None when nothing is."""
-        return "; ".join(sorted(self._told)) or None
+        return self._problem
 
     def _warn(self, error: HistoryFileError) -> None:
         """Say once what is in the way, until it works again."""
-        if (text := str(error)) not in self._told:
+        self._problem = text = str(error)
+        if text not in self._told:
             self._told.add(text)
             if self._lost:
                 text += f"; {self._lost} handoffs are lost by now"
@@ -197,6 +210,7 @@ class HistoryKeeper:
     def _be_well(self) -> None:
         if self._told:
             self._told.clear()
+            self._problem = None
             lost, self._lost = self._lost, 0
             line = f"{self._store.path} is written again"
             line += f"; {lost} handoffs of the meantime are lost" if lost else ""
@@ -226,8 +240,7 @@ class HistoryKeeper:
 
         try:
             return await self._read(look) - offset
-        except HistoryFileError as error:
-            self._complain(error)
+        except HistoryFileError:
             return None
 
     async def page(
@@ -251,11 +264,7 @@ class HistoryKeeper:
             return rows[-1][0] + 1 - offset, lines
 
         path, offset = str(self._store.path), self._offset or 0
-        try:
-            return await self._read(look)
-        except HistoryFileError as error:
-            self._complain(error)
-            raise
+        return await self._read(look)
 
     async def summary(
         self, wanted: HandoffFilter, below: int, memory: Sequence[Fields]
@@ -280,18 +289,26 @@ class HistoryKeeper:
         path, offset = str(self._store.path), self._offset
         try:
             return await self._read(work)
-        except HistoryFileError as error:
-            self._complain(error)
-            return summarise(memory)
+        except HistoryFileError:
+            return await trio.to_thread.run_sync(summarise, memory)
         finally:
             gone = True
 
     async def _read(self, work: Callable[[], _T]) -> _T:
-        return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._readers)
+        file = self._files
+        try:
+            return await trio.to_thread.run_sync(
+                work, abandon_on_cancel=True, limiter=self._readers
+            )
+        except HistoryFileError as error:
+            if file == self._files:
+                self._complain(error)
+            raise
 
     def _complain(self, error: HistoryFileError) -> None:
         """A reader found it: the writer is to look after it."""
-        self._warn(error)
+        if not isinstance(error, NoHistory):  # which the writer finds and tells itself
+            self._warn(error)
         if isinstance(error, HistoryDamaged):
             self._found_damage = error
         self._writes.touch()

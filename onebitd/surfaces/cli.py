@@ -92,8 +92,8 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         prog="onebitctl",
         description="Show what onebitd is doing, and install and stop its services.",
         epilog="`onebitctl COMMAND --help` has the options of a command, onebitctl(1) examples,"
-        " onebitd(8) the outcomes and reasons. Exit status: 0 fine; 1 it answered, and is not ready or something is wrong;"
-        " 2 usage; 3 no daemon there; 4 permission denied.",
+        " onebitd(8) the outcomes and reasons. Exit status: 0 fine; 1 it answered, and is not ready"
+        " or something is wrong; 2 usage; 3 no daemon there; 4 permission denied.",
         allow_abbrev=False,
         parents=[_where_parser(None)],
     )

@@ -10,8 +10,8 @@ from typing import Any, Final
 from onebitd.core.handoff import FIELDS
 from onebitd.surfaces.cli_text import clean
 
-_FORMULA_STARTS: Final = ("=", "+", "-", "@")
-"""What a spreadsheet would take for the start of a formula."""
+_FORMULA_STARTS: Final = tuple("=+-@\uff1d\uff0b\uff0d\uff20")
+"""What a spreadsheet would take for the start of a formula; some do so of the wide ones, too."""
 
 
 def csv_lines(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -188,7 +188,9 @@ def _print_records(records: Iterable[dict[str, Any]], arguments: argparse.Namesp
         from onebitd.surfaces.cli_handoff_table import table
 
         today = dt.datetime.now().astimezone().date()
-        lines = ("\n".join(some) + "\n" for some in table(_told(records), _layout, today))
+        at_first = _layout()  # while none is waited for, nobody changes it
+        layout = _layout if arguments.follow else lambda: at_first
+        lines = ("\n".join(some) + "\n" for some in table(_told(records), layout, today))
     for text in lines:
         cli_terminal.write(text)
         if arguments.follow:

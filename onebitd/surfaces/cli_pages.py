@@ -11,7 +11,6 @@ from typing import Any, Final
 from onebitd.surfaces.cli_text import clean, part_of, wrap
 from onebitd.surfaces.cli_width import columns_of
 
-
 _HANGING: Final = " " * 4
 
 

@@ -188,8 +188,8 @@ class PublicClient:
         connection = _Connection("localhost", timeout=CONNECT_TIMEOUT_S)
         try:
             connection.sock = _socket_to(self._address)
-        except OSError as exc:
-            why = exc.strerror or str(exc)
+        except (OSError, ValueError) as exc:  # or what no address is
+            why = getattr(exc, "strerror", None) or str(exc)
             raise NoDaemon(f"cannot connect to onebitd's {self._address}: {why}") from exc
         # A long prompt takes its time; who does not want to wait has Ctrl-C.
         connection.sock.settimeout(None)

@@ -8,7 +8,6 @@ from typing import Final, NamedTuple
 
 from onebitd.surfaces.cli_text import PAGE_COLUMNS, clean, wrap
 
-
 _LEAST_COLUMNS: Final = 20
 
 

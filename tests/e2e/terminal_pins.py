@@ -124,7 +124,7 @@ def pinned_record(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def pinned_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return a summary with its figures fixed."""
-    found = _pinned_figures(summary)
+    found = {key: _pinned_figures(entry, key) for key, entry in summary.items()}
     for name, second in (("first_time", 7), ("last_time", 77)):
         if found.get(name) is not None:
             moment = FIRST_MOMENT + dt.timedelta(seconds=second)

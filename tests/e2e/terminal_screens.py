@@ -85,6 +85,7 @@ ASCII: Final = Terminal(
 )
 ALL: Final = (AT_80, AT_100, AT_160, PIPED, NO_COLOR, ASCII)
 EVERY: Final = (*ALL, DUMB, LC_C)
+WIDTHS: Final = (AT_80, AT_100, AT_160, PIPED)
 FEW: Final = (AT_80, PIPED, ASCII)
 
 

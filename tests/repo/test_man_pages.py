@@ -217,6 +217,17 @@ def test_onebitd_page_fields_are_those_of_the_record() -> None:
     assert sorted(found) == sorted(FIELDS)
 
 
+def test_onebitd_page_control_endpoints_are_those_of_the_code() -> None:
+    """Each endpoint of the control socket is listed, and none that does not exist."""
+    text = (PACKAGE / "surfaces" / "control_http.py").read_text()
+    ours = re.findall(r'^    @app\.(get|post)\((?:"(.+)"|METRICS_PATH)\)$', text, re.MULTILINE)
+    page = section(DAEMON, "CONTROL SOCKET")
+    heads = "\n".join(re.findall(r"^\.It Li (.*)$", page, re.MULTILINE))
+    assert sorted(re.findall(r"(GET|POST) (/\S+)", heads)) == sorted(
+        (verb.upper(), path or "/metrics") for verb, path in ours
+    )
+
+
 def test_onebitd_page_exit_statuses_are_those_of_the_errors() -> None:
     """Every status that an error has is explained."""
     classes = [thing for thing in vars(errors).values() if isinstance(thing, type)]

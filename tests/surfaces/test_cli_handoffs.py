@@ -440,7 +440,7 @@ def test_csv_is_every_field_in_order_and_nothing_for_a_spreadsheet_to_run() -> N
     assert {name for name, value in second.items() if value} == {"outcome"}
 
 
-@pytest.mark.parametrize("text", ["=1", "+1", "-1", "@x", " =1", "\t=1"])
+@pytest.mark.parametrize("text", ["=1", "+1", "-1", "@x", " =1", "\t=1", "\uff1d1"])
 def test_csv_text_that_starts_like_a_formula_gets_an_apostrophe(text: str) -> None:
     """Numbers of ours do not, they are numbers."""
     (_, line) = csv_lines([{"detail": text, "queue_ms": 1.0}])

@@ -45,6 +45,20 @@ def test_config_page_is_key_source_value() -> None:
         assert len(set(starts)) == 1
 
 
+def test_config_page_value_that_does_not_fit_has_lines_of_its_own() -> None:
+    """At words; what fits stays beside its key, and nothing is cut."""
+    config = {
+        "a": {"value": "short", "source": "file"},
+        "long.key": {"value": ["--record", "/var/tmp/record", "--threads", "4"], "source": "file"},
+    }
+    assert pages.config_page(config, 40).split("\n") == [
+        "a         file  short",
+        "long.key  file",
+        "    --record /var/tmp/record --threads 4",
+    ]
+    assert pages.config_page(config).endswith("long.key  file  --record /var/tmp/record --threads 4")
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

@@ -130,6 +130,9 @@ def test_stream_nobody_there_is_no_daemon() -> None:
         address = "127.0.0.1:{1}".format(*listener.getsockname())
     with pytest.raises(NoDaemon, match="cannot connect"):
         texts(address)
+    for strange in ("x", "x:y", f"{'ä' * 100}:1", f"unix:/{'a' * 200}"):
+        with pytest.raises(NoDaemon, match="cannot connect to onebitd's"):
+            texts(strange)
     with pytest.raises(NoDaemon, match="/does/not/exist"):
         texts("unix:/does/not/exist")
 

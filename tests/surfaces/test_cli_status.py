@@ -240,7 +240,11 @@ def test_status_page_colours_do_not_move_anything() -> None:
         ({"wins": [[2, 900]]}, ["by state file pays from 2 to 900 tokens, 5.2 times"]),
         ({"wins": [[2, 8191]], "route": "shared"}, ["by the shared route pays at every length"]),
         ({"wins": [[9, 20], [40, 8191]]}, ["from 9 to 20 tokens and from 40 tokens on"]),
-        ({"missing": ["restore"]}, ["learning; not known yet: the cost of a restore"]),
+        ({"missing": ["restore"]}, ["auto: learning; not known yet: the cost of a restore"]),
+        (
+            {"policy": "never", "missing": ["provider"]},
+            ["never: no prompt is", "learning; not known yet: the provider's rate"],
+        ),
     ],
 )
 def test_policy_words_say_what_it_does_and_why(changes: dict[str, Any], words: list[str]) -> None:

@@ -143,6 +143,8 @@ def test_client_silent_daemon_is_a_timeout_that_names_the_socket(short_tmp: Path
         (reply(b"hello"), "not JSON"),
         (reply(b"[]"), "not a JSON object"),
         (reply(b"{}"), "no list of handoffs"),
+        (reply(b'{"handoffs": [{}, 1]}'), "no list of handoffs"),
+        (reply(b"[" * 100_000), "not JSON"),
         (reply(b"<html>", "502 Bad Gateway"), "answered 502: Bad Gateway"),
         (reply(b'{"error": {"message": "why"}}', "503 x"), "answered 503: why"),
     ],
