@@ -82,6 +82,7 @@ class HistoryStore:
         self._inode = 0
         self._log = (0, 0)
         self._count = self._last = 0
+        self._is_over = False
         self._lock = threading.Lock()
 
     @property
@@ -98,6 +99,8 @@ class HistoryStore:
             HistoryFileError: it cannot be opened.
         """
         with self._lock, self._closed_on_error("opened"):
+            if self._is_over:
+                raise HistoryFileError(f"{self.path} has been closed")
             self._close()
             self._prepare()
             connection = self._connection = sqlite3.connect(
@@ -196,8 +199,9 @@ class HistoryStore:
         return is_more or spare > _SPARE_PAGES
 
     def close(self) -> None:
-        """Close the file; what its log holds goes into it."""
+        """Close the file for good, even for a call that comes late; its log goes into it."""
         with self._lock:
+            self._is_over = True
             self._close()
 
     def set_aside(self, stamp: str) -> Path:

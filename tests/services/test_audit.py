@@ -442,6 +442,8 @@ async def test_audit_decoder_that_dies_in_its_middle_is_not_audited_again(
             await wait_for(lambda: it.audits.status().given_up == 1, "given up")
         place.turn()
         await it.wait_done()
+        # The audit knows of the end before the supervisor does: a request between is told of it.
+        await wait_for(lambda: it.rig.supervisor.restarts == 1, "the decoder is replaced")
         assert (await it.rig.ask(PROMPT)).end == ("used", None)
         await it.wait_audited()
         assert it.rig.supervisor.restarts == 1

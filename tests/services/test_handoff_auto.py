@@ -20,7 +20,7 @@ from onebitd.core import cost_samples
 from onebitd.core.config import Policy
 from onebitd.core.costs import Costs
 from onebitd.core.handoff import Route
-from onebitd.services import cost_keeper
+from onebitd.services import late_writes
 from tests.harness import is_alive
 from tests.services.rig import Home, home, lose_what_is_restored
 from tests.services.test_handoff import CHAT, Asked, Rig, rigged
@@ -101,7 +101,7 @@ async def test_auto_prompt_that_comes_at_once_finds_the_costs_worked_out(
     """They are fitted when a request is over, not on the next one's way to its first token."""
     fits = Mock(wraps=cost_samples._fit)
     monkeypatch.setattr(cost_samples, "_fit", fits)
-    monkeypatch.setattr(cost_keeper, "WRITE_DELAY_S", 60.0)
+    monkeypatch.setattr(late_writes, "WRITE_DELAY_S", 60.0)
     async with rigged(place, **AUTO) as rig:
         await ask_each(rig, "ab")
         fits.reset_mock()
