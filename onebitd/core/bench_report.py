@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from onebitd.core.bench_plan import DECODER, Run
 from onebitd.core.first_byte import parts_of
-from onebitd.core.handoff import Outcome
+from onebitd.core.handoff import Outcome, decode_speed
 
 BESIDE_OTHERS_MS: Final = 3.0
 """A request that waited longer for the slot was behind somebody else's."""
@@ -266,9 +266,9 @@ def _way(tokens: int, name: str, samples: Sequence[Sample]) -> Way:
         for column, ms in sums.items():
             if ms > 0:
                 columns[column].append(ms)
-        generated, spent_ms = one.record.get("reply_tokens"), one.record.get("decode_ms")
-        if generated and spent_ms:
-            rates.append(generated * 1000.0 / spent_ms)
+        rate = decode_speed(one.record.get("reply_tokens"), one.record.get("decode_ms"))
+        if rate is not None:
+            rates.append(rate)
     return Way(
         tokens,
         name,

@@ -202,3 +202,21 @@ def outcome_of_reply(
     if cached_tokens == handed_tokens and evaluated_tokens == 1:
         return Outcome.USED
     return Outcome.WASTED
+
+
+def decode_speed(reply_tokens: float | None, decode_ms: float | None) -> float | None:
+    """Return the tokens a second of a reply, as the decoder counts them; None where that is none.
+
+    A reply of one token has no speed: llama-server's clock starts with that token, and it says a
+    microsecond, a million tokens a second (measured, build 10068).
+
+    >>> decode_speed(48, 1600.0), decode_speed(1, 0.001)
+    (30.0, None)
+    """
+    if reply_tokens is None or not decode_ms or reply_tokens < 2:
+        return None
+    speed = reply_tokens / decode_ms * 1000.0
+    return speed if speed < _MOST_TOKENS_PER_S else None
+
+
+_MOST_TOKENS_PER_S: Final = 1e9

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from onebitd.core.handoff import Outcome, Reason
+from onebitd.core.handoff import Outcome, Reason, decode_speed
 
 PARTS: Final = (
     *("queue_ms", "template_ms", "tokenize_ms", "lock_ms", "prefill_ms", "provider_wall_ms"),
@@ -27,10 +27,7 @@ TOKENS: Final = (
 """The fields of a record that are added up, in this order."""
 
 _ABSURD: Final = 1e300
-_RATES: Final = {
-    "prefill_tokens_per_s": ("handed_tokens", "prefill_ms"),
-    "decode_tokens_per_s": ("reply_tokens", "decode_ms"),
-}
+_RATES: Final = ("prefill_tokens_per_s", "decode_tokens_per_s")
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -118,10 +115,9 @@ class _Tally:
         self._note_time(record.get("time"))
         for field in TOKENS:
             self._tokens[field] += int(_number(record.get(field)) or 0)
-        for name, (of, over) in _RATES.items():
-            amount, took_ms = _number(record.get(of)), _number(record.get(over))
-            if amount and took_ms and amount / took_ms < _ABSURD:
-                self._rates[name].append(amount / took_ms * 1000)
+        for name, rate in zip(_RATES, _rates_of(record), strict=True):
+            if rate is not None:
+                self._rates[name].append(rate)
         prompt_hash = record.get("prompt_hash")
         if isinstance(prompt_hash, str):
             self._repeats += prompt_hash in self._hashes
@@ -209,6 +205,14 @@ def _spread(values: Iterable[float]) -> dict[str, Any]:
         "p50": round(percentile(ordered, 50), 3),
         "p95": round(percentile(ordered, 95), 3),
     }
+
+
+def _rates_of(record: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Return the tokens a second of the provider's prefill and of the decoder's reply."""
+    handed, prefill_ms = _number(record.get("handed_tokens")), _number(record.get("prefill_ms"))
+    prefill = handed / prefill_ms * 1000.0 if handed and prefill_ms else None
+    decode = decode_speed(_number(record.get("reply_tokens")), _number(record.get("decode_ms")))
+    return (prefill if prefill is not None and prefill < _ABSURD else None), decode
 
 
 def _number(value: object) -> float | None:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from onebitd.core.breaker import State
 from onebitd.core.control_api import STATES, Status
-from onebitd.core.handoff import HandoffRecord, Outcome
+from onebitd.core.handoff import HandoffRecord, Outcome, decode_speed
 from onebitd.core.metrics import NONE, PROVIDER_STATES
 
 LEAST_SPEED_TOKENS: Final = 32
@@ -95,10 +95,11 @@ def _speeds(record: HandoffRecord) -> Iterator[Value]:
         ("decoder", record.evaluated_tokens, record.evaluated_ms),
     )
     for source, tokens, took_ms in prefills:
-        if tokens is not None and tokens >= LEAST_SPEED_TOKENS and took_ms:
+        # Less than a microsecond is no figure, and its speed would spoil the sum for ever.
+        if tokens is not None and tokens >= LEAST_SPEED_TOKENS and took_ms and took_ms > 1e-3:
             yield Value("onebitd_prefill_tokens_per_second", tokens / took_ms * 1000.0, (source,))
-    if record.reply_tokens and record.decode_ms:
-        speed = record.reply_tokens / record.decode_ms * 1000.0
+    speed = decode_speed(record.reply_tokens, record.decode_ms)
+    if speed is not None:
         yield Value("onebitd_decode_tokens_per_second", speed)
 
 

@@ -16,7 +16,19 @@ from onebitd.adapters import systemd_tools
 from onebitd.adapters.config_file import path_for
 from onebitd.client import AccessDenied, ClientError, ControlClient
 from onebitd.core import paths
-from onebitd.doctor import daemon, devices, finding, lock, page, port, service, sight, unit
+from onebitd.doctor import (
+    by_hand,
+    daemon,
+    devices,
+    finding,
+    lock,
+    page,
+    port,
+    service,
+    sight,
+    unit,
+)
+from onebitd.doctor.by_hand import Started
 from onebitd.doctor.finding import Finding, State, failed, skipped
 from onebitd.doctor.place import Place
 from onebitd.doctor.request import Report, Request
@@ -52,11 +64,15 @@ def run(options: Options) -> int:
     file = options.config or str(path_for(options.instance, environ))
     place = Place(options.instance, is_root=uid == 0, config_file=file)
     found, why_here = _find(options, place, environ, uid)
+    started = _started(found, place, environ) if options.config is None else None
+    if started is not None:
+        found, why_here = None, f"the daemon, pid {started.pid}, was started by hand"
+        place = dataclasses.replace(place, config_file=started.config_file or file)
     if found is not None:
         place = found.place
     is_inside = found is not None and not why_here
     place = dataclasses.replace(place, inside=is_inside)
-    request = _request(options, place, found, environ)
+    request = _request(options, place, found, environ, started)
     _progress(f"checking {'inside ' + place.unit if is_inside else 'here'} ...")
     try:
         with _ended_in_order():
@@ -64,7 +80,7 @@ def run(options: Options) -> int:
                 entered = dataclasses.replace(found, place=place)
                 report = service.run_inside(entered, request, environ)
             else:
-                report = _run_here(request)
+                report = _run_here(request, None if started is None else started.directory)
     finally:
         _progress("")
     checks = [_amended(one, report.facts, place) for one in report.findings]
@@ -86,11 +102,23 @@ def run(options: Options) -> int:
     return finding.exit_status(checks)
 
 
-def _run_here(request: Request) -> Report:
+def _started(found: Service | None, place: Place, environ: Mapping[str, str]) -> Started | None:
+    """Return how the daemon was started, if it runs and is not the service."""
+    if found is not None and (found.runs or _rests(found.place)):
+        return None
+    status, _ = _ask(None, place, environ)
+    pid = None if status is None else status.get("pid")
+    return by_hand.started(pid) if type(pid) is int else None
+
+
+def _run_here(request: Request, directory: str | None) -> Report:
     import trio
 
     from onebitd.doctor import inside  # with numpy and half of the daemon
 
+    if directory is not None:  # from where its relative paths are meant
+        with contextlib.suppress(OSError):
+            os.chdir(directory)
     try:
         return trio.run(inside.examine, request, strict_exception_groups=True)
     except BaseExceptionGroup as group:
@@ -143,13 +171,19 @@ def _where(place: Place, why_here: str) -> str:
 
 
 def _request(
-    options: Options, place: Place, found: Service | None, environ: Mapping[str, str]
+    options: Options,
+    place: Place,
+    found: Service | None,
+    environ: Mapping[str, str],
+    started: Started | None,
 ) -> Request:
     argv: Sequence[str] = ["--instance", options.instance]
     variables: Mapping[str, str] = {}
     if place.inside and found is not None:
         argv = found.command(environ)[1]
         variables = found.directories(environ)
+    if started is not None:
+        argv, variables = started.argv, started.environ
     if options.config is not None:
         argv = ["--config", options.config]
     runs = found is None or found.runs
@@ -197,10 +231,18 @@ def _ports(facts: Mapping[str, Any], ours: Sequence[int], place: Place) -> list[
 
 
 def _has_socket_unit(place: Place) -> bool:
-    if place.scope != "system":
-        return False
     name = f"onebitd-http@{place.instance}.socket"
-    return systemd_tools.run("systemctl", "is-active", "--quiet", name).status == 0
+    return place.scope == "system" and _is_active(place, name)
+
+
+def _rests(place: Place) -> bool:
+    """Tell whether systemd holds the control socket: to ask there would start the service."""
+    return _is_active(place, f"onebitd@{place.instance}.socket")
+
+
+def _is_active(place: Place, unit_name: str) -> bool:
+    user = ("--user",) if place.scope == "user" else ()
+    return systemd_tools.run("systemctl", *user, "is-active", "--quiet", unit_name).status == 0
 
 
 def _ask(

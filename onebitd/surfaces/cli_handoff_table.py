@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from onebitd.core.first_byte import parts_of
+from onebitd.core.handoff import decode_speed
 from onebitd.surfaces import cli_bar
 from onebitd.surfaces.cli_text import clean, local_time, moment_of, paint
 from onebitd.surfaces.cli_width import ELLIPSIS, columns_of, cut, pad
@@ -195,15 +196,19 @@ def _restore(record: Mapping[str, Any]) -> str:
     return short_ms(sum(_number(ms) or 0.0 for ms in (*found, record.get("share_ms"))))
 
 
-def _rate(tokens: str, took_ms: str) -> Callable[[Mapping[str, Any]], str]:
-    def cell(record: Mapping[str, Any]) -> str:
-        number, ms = _number(record.get(tokens)), _number(record.get(took_ms))
-        if not number or not ms:
-            return "-"
-        rate = number / ms * 1000
-        return f"{rate:.1f}" if rate < 99.95 else f"{rate:.0f}"
+def _prefill_rate(record: Mapping[str, Any]) -> str:
+    number, ms = _number(record.get("handed_tokens")), _number(record.get("prefill_ms"))
+    return _rate(number / ms * 1000 if number and ms else None)
 
-    return cell
+
+def _decode_rate(record: Mapping[str, Any]) -> str:
+    return _rate(
+        decode_speed(_number(record.get("reply_tokens")), _number(record.get("decode_ms")))
+    )
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.1f}" if rate < 99.95 else f"{rate:.0f}"
 
 
 def _gpu(record: Mapping[str, Any]) -> str:
@@ -228,8 +233,8 @@ _COLUMNS: Final = (
 )
 _WIDE: Final = (
     *_COLUMNS,
-    _Column("PREFILL/S", 9, _rate("handed_tokens", "prefill_ms")),
-    _Column("DECODE/S", 8, _rate("reply_tokens", "decode_ms")),
+    _Column("PREFILL/S", 9, _prefill_rate),
+    _Column("DECODE/S", 8, _decode_rate),
     _Column("ROUTE", 6, lambda record: cut(clean(str(record.get("route") or "-")), 6, "~"), False),
     _Column("GPU", 5, _gpu),
 )

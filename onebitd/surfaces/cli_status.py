@@ -102,7 +102,8 @@ def state_words(status: Mapping[str, Any]) -> str:
     """Return the state, and what the daemon has to say about it unless a sentence has that."""
     state = str(status.get("state", "?"))
     detail = status.get("state_detail")
-    return f"{state} ({detail})" if detail and state not in (*SERVING, "failed", "restarting") else state
+    is_told = state in (*SERVING, "failed", "restarting")
+    return f"{state} ({detail})" if detail and not is_told else state
 
 
 def _state_lines(status: Mapping[str, Any], columns: int, colour: bool) -> list[str]:

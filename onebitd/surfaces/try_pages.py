@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from onebitd.core.first_byte import parts_of
-from onebitd.core.handoff import Outcome
+from onebitd.core.handoff import Outcome, decode_speed
 from onebitd.surfaces import cli_bar
 from onebitd.surfaces.cli_text import clean, milliseconds, wrap
 
@@ -99,16 +99,19 @@ def _reply_words(record: Mapping[str, Any]) -> list[str]:
     count = _number(record, "reply_tokens")
     if count is None:
         return []
-    rate = _rate(count, _number(record, "decode_ms"))
+    rate = _shown(decode_speed(count, _number(record, "decode_ms")))
     words = f"{count:.0f} {'token' if count == 1 else 'tokens'} generated"
     return [f"{words} at {rate}" if rate else words]
 
 
 def _rate(tokens: float | None, ms: float | None) -> str:
     """Return tokens a second, "" where a part is missing."""
-    if not tokens or not ms:
+    return _shown(tokens * 1000.0 / ms if tokens and ms else None)
+
+
+def _shown(rate: float | None) -> str:
+    if rate is None:
         return ""
-    rate = tokens * 1000.0 / ms
     return f"{rate:.0f} tokens/s" if rate >= 100 else f"{rate:.1f} tokens/s"
 
 

@@ -347,6 +347,16 @@ def test_status_page_daemon_without_the_shared_field_has_no_line() -> None:
             {"provider": provider(breaker="open", breaker_detail="timeout twice in a row")},
             "not called for now: timeout twice in a row. `onebitctl provider reset`",
         ),
+        (
+            {
+                "provider": provider(
+                    breaker="open",
+                    breaker_detail="crash, last: tried x; y; tried again in 7 s",
+                    breaker_next_try_s=7,
+                )
+            },
+            "tried again in 7 s. `onebitctl provider reset`",
+        ),
         *(
             ({"provider": provider(breaker="half_open", breaker_class=kind)}, advice)
             for kind, advice in cli_problems.BREAKER_ADVICE.items()
