@@ -169,7 +169,7 @@ METRICS: Final = (
     Metric(
         "onebitd_decode_tokens_per_second",
         Kind.HISTOGRAM,
-        "Speed at which replies were generated.",
+        "Speed at which replies of two tokens or more were generated.",
         buckets=DECODE_SPEEDS,
     ),
     Metric("onebitd_state_bytes", Kind.HISTOGRAM, "Size of state files.", buckets=BYTES),

@@ -170,7 +170,8 @@ class Page:
         try:
             await self._serve(scope, receive, send, client)
         except RequestError as error:
-            allow = [(b"allow", b"GET, HEAD")] if error.status == 405 else []
+            methods = b"GET" if client.path == page_view.EVENTS_PATH else b"GET, HEAD"
+            allow = [(b"allow", methods)] if error.status == 405 else []
             await client.send_error(error, allow)
 
     async def _serve(

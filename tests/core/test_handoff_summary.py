@@ -120,8 +120,10 @@ def test_summarise_what_is_no_figure_is_left_out_of_it_alone() -> None:
 
 
 def test_summarise_rate_without_end_is_none() -> None:
-    """JSON has no infinity: one damaged record would spoil the page of all."""
+    """JSON has no infinity; nor has a reply of one token a speed, for which a decoder says 1 us."""
     records = [record("used", reply_tokens=10**30, decode_ms=ms) for ms in (1e-300, 1e31)]
+    records += [record("used", reply_tokens=1, decode_ms=0.001)]
+    records += [record("used", handed_tokens=10**200, prefill_ms=1e-200)]
     spread = {"count": 1, "p50": 100.0, "p95": 100.0}
     assert summarise(records)["rates"] == {"decode_tokens_per_s": spread}
 

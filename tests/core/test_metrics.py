@@ -114,6 +114,7 @@ def test_values_of_a_record_with_nothing_else_count_it_alone() -> None:
         ({"evaluated_tokens": 64}, {}),
         ({"handed_tokens": 32, "prefill_ms": 16.0}, {("provider",): 2000.0}),
         ({"handed_tokens": 31, "prefill_ms": 16.0}, {}),
+        ({"handed_tokens": 64, "prefill_ms": 1e-300}, {}),
         ({"prefill_ms": 16.0}, {}),
         (
             {
@@ -132,6 +133,27 @@ def test_values_of_a_prefill_have_the_speed_of_who_computed_it(
 ) -> None:
     """The one token after a handoff, or a few after a cached prompt, say nothing about prefill."""
     assert of("onebitd_prefill_tokens_per_second", values_of(make_record(**fields))) == speeds
+
+
+@pytest.mark.parametrize(
+    ("reply_tokens", "decode_ms", "speeds"),
+    [
+        (2, 50.0, {(): 40.0}),
+        (1, 0.001, {}),
+        (1, 50.0, {}),
+        (0, 50.0, {}),
+        (30, 0.0, {}),
+        (30, 1e-300, {}),
+        (30, None, {}),
+        (None, 50.0, {}),
+    ],
+)
+def test_values_of_a_reply_of_one_token_have_no_speed(
+    reply_tokens: int | None, decode_ms: float | None, speeds: dict[tuple[str, ...], float]
+) -> None:
+    """llama-server says a microsecond: that mean would be of such replies alone, for ever."""
+    record = make_record(reply_tokens=reply_tokens, decode_ms=decode_ms)
+    assert of("onebitd_decode_tokens_per_second", values_of(record)) == speeds
 
 
 def test_values_of_a_file_where_the_shared_route_is_on_has_no_share_time() -> None:

@@ -173,6 +173,18 @@ def shots(
     return "\n".join(lines) + "\n"
 
 
+def shots_of_each(
+    desk: Desk,
+    lines: Sequence[Sequence[str]],
+    terminals: Sequence[Terminal] = (AT_80,),
+    *,
+    tidy: Callable[[str], str] = str,
+) -> list[str]:
+    """Return `shots` of several commands, some at a time."""
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(lambda words: shots(desk, words, terminals, tidy=tidy), lines))
+
+
 def hold(name: str, *texts: str) -> None:
     """Compare with a file, or write it; see the module's docstring."""
     path, found = DIRECTORY / f"{name}.txt", "\n".join(texts)
@@ -212,7 +224,7 @@ def _on_terminal(
     data, status = typed(argv, environ, terminal, stdin)
     text = data.decode()
     assert "Traceback" not in text, text
-    return Screen(*_seen(_PROGRESS.sub("", text), terminal), status)
+    return Screen(*seen_on(_PROGRESS.sub("", text), terminal), status)
 
 
 def typed(
@@ -258,7 +270,7 @@ def typed(
     return data, process.wait(60)
 
 
-def _seen(text: str, terminal: Terminal) -> tuple[str, tuple[str, ...]]:
+def seen_on(text: str, terminal: Terminal) -> tuple[str, tuple[str, ...]]:
     """Return the text that a terminal shows and its colours; it is nothing but lines that fit."""
     assert text.endswith("\r\n") or not text, repr(text[-80:])
     plain = _SGR.sub("", text)

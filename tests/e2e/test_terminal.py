@@ -44,7 +44,9 @@ from tests.e2e.terminal_screens import (
     Desk,
     Terminal,
     hold,
+    seen_on,
     shots,
+    shots_of_each,
     typed,
 )
 from tests.harness import HttpReply, RunningDaemon, clean_environ, raw_connection, wait_until
@@ -200,7 +202,7 @@ def test_handoffs_filters_leave_what_is_wanted(day: Place) -> None:
         ("--since", "2h", "--outcome", "failed"),
         ("--outcome", "wasted"),
     ]
-    texts = [shots(day.desk, named("handoffs", *words), (AT_100,)) for words in lines]
+    texts = shots_of_each(day.desk, [named("handoffs", *words) for words in lines], (AT_100,))
     hold("handoffs-filters", *texts)
 
 
@@ -335,12 +337,8 @@ def test_errors_of_usage_are_sentences(day: Place) -> None:
         ["doctor", "--socket", "/nowhere.sock"],
         ["state"],
     ]
-    kinds = [FEW, *[(AT_80,)] * (len(lines) - 1)]
-    texts = [
-        shots(day.desk, words, kind, tidy=of_any_python)
-        for words, kind in zip(lines, kinds, strict=True)
-    ]
-    hold("errors-usage", *texts)
+    first = shots(day.desk, lines[0], FEW, tidy=of_any_python)
+    hold("errors-usage", first, *shots_of_each(day.desk, lines[1:], tidy=of_any_python))
 
 
 def test_errors_of_the_daemon_are_sentences(day: Place) -> None:
@@ -360,7 +358,7 @@ NEEDS_DAEMON = (
 def test_no_daemon_is_exit_status_3_and_how_to_start_one() -> None:
     """Whichever command is asked; the lock needs none."""
     with desk_of_nobody() as desk:
-        texts = [shots(desk, named(*words), (AT_80,)) for words in NEEDS_DAEMON[1:]]
+        texts = shots_of_each(desk, [named(*words) for words in NEEDS_DAEMON[1:]])
         lock = shots(desk, ["lock", "--path", "/tmp/nobody-s.lock"], FEW)
         hold("down", shots(desk, named("status"), ALL), *texts, lock)
 
@@ -460,10 +458,10 @@ def test_member_of_the_group_sees_what_root_sees(day: Place) -> None:
     """The same texts as root's, in every command that asks."""
     with watched_by_group(day):
         member = dataclasses.replace(day.desk, become=become(MEMBER, MEMBERS))
-        for words in (["status"], ["handoffs"], ["requests"], ["config"], ["advise"]):
-            seen = [shots(one, named(*words), (AT_80,)) for one in (day.desk, member)]
-            assert seen[0] == seen[1]
-            assert "permission" not in seen[1]
+        lines = [named(name) for name in ("status", "handoffs", "requests", "config", "advise")]
+        roots, members = (shots_of_each(desk, lines) for desk in (day.desk, member))
+        assert members == roots
+        assert all("\nexit status 0\n" in text for text in members)
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="needs root to become another user")
@@ -471,7 +469,7 @@ def test_stranger_is_told_the_group_to_join(day: Place) -> None:
     """Exit status 4, whichever command is asked."""
     with watched_by_group(day):
         stranger = dataclasses.replace(day.desk, become=become(STRANGER))
-        texts = [shots(stranger, named(*words), (AT_80,)) for words in NEEDS_DAEMON[1:]]
+        texts = shots_of_each(stranger, [named(*words) for words in NEEDS_DAEMON[1:]])
         everyone = shots(stranger, ["status", "--all"], FEW)
         hold("stranger", shots(stranger, named("status"), ALL), *texts, everyone)
 
@@ -539,7 +537,7 @@ def test_try_is_the_reply_and_its_parts(work: Place) -> None:
     failed = shots(work.desk, words, (AT_80,))
     strict = shots(work.desk, named("try", "--policy", "strict", "hello"), (AT_80, PIPED))
     work.route.begin()
-    never = named("try", "--policy", "never", "--max-tokens", "1", "hello")
+    never = named("try", "--policy", "never", "--max-tokens", "2", "hello")
     hold("try", used, failed, strict, shots(work.desk, never, (AT_80,)))
 
 
@@ -561,7 +559,7 @@ def test_starting_daemon_says_what_to_wait_for(tmp_path: Path) -> None:
         )
         lines = [["handoffs"], ["handoffs", "--summary"], ["requests"], ["advise"], ["bench"]]
         lines.append(["try", "hello"])
-        texts = [shots(starting.desk, named(*words), (AT_80,)) for words in lines]
+        texts = shots_of_each(starting.desk, [named(*words) for words in lines])
         hold("starting", shots(starting.desk, named("status")), *texts)
 
 
@@ -636,6 +634,23 @@ def test_real_decoder_says_the_same(
 def without_reply(text: str) -> str:
     """Return what `try` prints without the words of the model."""
     return "...\n\n" + text.partition("\n\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "text"),
+    [
+        (AT_80, "x" * 81),
+        (AT_80, "字" * 41),
+        (AT_80, "\x1b[32mready"),
+        (AT_80, "ready\x1b[2K"),
+        (NO_COLOR, "\x1b[32mready\x1b[0m"),
+    ],
+)
+def test_checks_of_a_screen_notice_what_must_not_be(terminal: Terminal, text: str) -> None:
+    """A line that wraps, a colour without end, the cursor moved, colours for who wants none."""
+    with pytest.raises(AssertionError):
+        seen_on(f"{text}\r\n", terminal)
+    assert seen_on("\x1b[32mfine\x1b[0m\r\n", AT_80) == ("fine", ("green",))
 
 
 def test_texts_are_each_held_by_a_test() -> None:

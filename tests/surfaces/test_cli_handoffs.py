@@ -339,6 +339,18 @@ def test_handoffs_table_terminal_of_another_width_has_a_heading_of_its_own() -> 
     assert lines == [*shown[0], shown[0][-1], *shown[1], *shown[0]]
 
 
+def test_handoffs_table_reply_of_one_token_has_no_speed() -> None:
+    """The decoder's million tokens a second, for the one that it had already, are not shown."""
+    for count, shown in ((1, "-"), (3, "60.0")):
+        fields = {
+            "prompt_tokens": 9,
+            "reply_tokens": count,
+            "decode_ms": 0.001 if count == 1 else 50,
+        }
+        line = drawn(160, {"outcome": "skipped", **fields}).splitlines()[-1]
+        assert line.split()[:9] == ["-", "skipped", "9", "-", "-", "-", "-", "-", shown]
+
+
 def test_handoffs_table_of_another_version_is_still_shown() -> None:
     """Fields that are missing, or of another kind, are no traceback."""
     odd = dict.fromkeys(FIELDS, "x\x1b") | {"outcome": "transmogrified", "route": ["a", "b", "c"]}

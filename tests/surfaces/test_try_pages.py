@@ -79,6 +79,7 @@ DECODED: dict[str, Any] = {
         # Of another version, or damaged.
         ({"outcome": "new", "first_byte_ms": "soon", "prompt_tokens": None}, "Unfinished."),
         ({}, "Unfinished."),
+        ({"reply_tokens": 1, "decode_ms": 0.001}, "Unfinished, 1 token generated."),
         (dict.fromkeys(("first_byte_ms", "reply_tokens"), 10**400), "Unfinished."),
         (dict.fromkeys(("first_byte_ms", "reply_tokens"), -1), "Unfinished."),
         (dict.fromkeys(("first_byte_ms", "reply_tokens"), math.nan), "Unfinished."),
