@@ -219,8 +219,8 @@ def expect_tokens(found: Ints, wanted: Sequence[int]) -> None:
         raise StateFileError("holds no tokens")
     differ = found != np.asarray(wanted, np.int64)
     if differ.any():
-        at = int(np.argmax(differ))
-        raise StateFileError(f"token {at} is {found[at]}, {wanted[at]} was handed over")
+        # Where, not which: the ids are the prompt, and this goes into the log.
+        raise StateFileError(f"token {int(np.argmax(differ))} is not the one that was handed over")
 
 
 def _expect_count(name: str, count: int, least: int, most: int) -> None:

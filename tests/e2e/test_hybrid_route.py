@@ -263,7 +263,7 @@ def test_what_would_change_the_decoder_behind_onebitds_back_is_forbidden(
         ("half", "bad_state", r"file ends at byte \d+, \d+ bytes? before the end"),
         ("short_by:1", "bad_state", r"1 bytes? before the end of layer 1 V"),
         ("trailing", "bad_state", "16 bytes too many"),
-        ("wrong_tokens", "bad_state", "token 0 is 2, 1 was handed over"),
+        ("wrong_tokens", "bad_state", "token 0 is not the one that was handed over"),
         ("whole_prompt", "bad_state", f"holds {N} tokens, {N - 1} were handed over"),
         ("wrong_version", "bad_state", "version"),
         ("shifted", "bad_state", "position"),
