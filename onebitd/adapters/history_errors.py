@@ -36,6 +36,10 @@ class HistoryTooNew(HistoryFileError):
     """A later onebitd wrote it."""
 
 
+class HistoryNotOpen(HistoryFileError):
+    """The store is closed: another call has found why, and says so."""
+
+
 class HistoryGrown(HistoryFileError):
     """Another program has added records: their numbers are taken."""
 

@@ -29,6 +29,7 @@ from onebitd.adapters.history_errors import (
     HistoryDenied,
     HistoryFileError,
     HistoryGrown,
+    HistoryNotOpen,
     HistoryTooNew,
     NoHistory,
     translated,
@@ -41,6 +42,7 @@ __all__ = [
     "HistoryDenied",
     "HistoryFileError",
     "HistoryGrown",
+    "HistoryNotOpen",
     "HistoryStore",
     "HistoryTooNew",
     "Keep",
@@ -100,7 +102,7 @@ class HistoryStore:
         """
         with self._lock, self._closed_on_error("opened"):
             if self._is_over:
-                raise HistoryFileError(f"{self.path} has been closed")
+                raise HistoryNotOpen(f"{self.path} has been closed")
             self._close()
             self._prepare()
             connection = self._connection = sqlite3.connect(
@@ -271,7 +273,7 @@ class HistoryStore:
 
     def _opened(self) -> sqlite3.Connection:
         if self._connection is None:
-            raise HistoryFileError(f"{self.path} is not open")
+            raise HistoryNotOpen(f"{self.path} is not open")
         return self._connection
 
     @contextlib.contextmanager

@@ -56,7 +56,7 @@ def ask_health(address: str, timeout_s: float = TIMEOUT_S) -> Answered:
         return Answered(url, None, None, f"no answer within {timeout_s:g} s")
     except PermissionError:
         return Answered(url, None, None, "this user may not connect to it", False)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:  # the latter: of a port that cannot be
         return Answered(url, None, None, str(error))
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)

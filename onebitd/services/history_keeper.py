@@ -25,6 +25,7 @@ from onebitd.adapters.history_store import (
     HistoryDamaged,
     HistoryFileError,
     HistoryGrown,
+    HistoryNotOpen,
     HistoryStore,
     Keep,
     NoHistory,
@@ -137,7 +138,8 @@ class HistoryKeeper:
                 await self._bring_up_to_date()  # our numbers go on behind theirs
         except HistoryFileError as error:
             self._loaded.set()
-            self._warn(error)
+            if not isinstance(error, HistoryNotOpen):
+                self._warn(error)
             return False
         self._be_well()
         return True

@@ -170,6 +170,8 @@ class Daemon:
         self._view: StatusView
         self._app: PublicApp
         self._server: HttpServer
+        self._control_server: HttpServer
+        self._metrics_server: HttpServer
         self._lock: DeviceLock | None = None
 
     @property
@@ -271,61 +273,53 @@ class Daemon:
             history_problem=lambda: self._kept.problem,
         )
 
-    async def _run_services(self) -> None:
-        view = self._view
+    def _build_surfaces(self) -> None:
+        view, handoffs, config = self._view, self._handoffs, self._config
         sources = Sources(
-            partial(view.status, weighed=False),
-            view.look_at_lock,
-            view.costs,
-            self._handoffs.in_flight,
+            partial(view.status, weighed=False), view.look_at_lock, view.costs, handoffs.in_flight
         )
-        page = Page(sources, enabled=self._config.http.page)
-        self._history.listen(page.note)
-        app = self._app = PublicApp(
-            self._handoffs, self._config.http, self._keys, lambda: self._view.draining, page
-        )
-        audits, breaker, keeper = (
-            self._handoffs.audits,
-            self._handoffs.breaker,
-            self._handoffs.keeper,
-        )
-        audits.on_change = breaker.on_change = self._tell_manager
+        page = Page(sources, enabled=config.http.page)
         # A scrape may come at any time: it waits for no kernel, and nothing is worked out for it.
         metrics = Metrics(
             partial(view.status, lock_probe.NOT_LOOKED_AT, weighed=False),
-            lambda: len(self._handoffs.in_flight.entries()),
+            lambda: len(handoffs.in_flight.entries()),
         )
+        self._history.listen(page.note)
         self._history.listen(metrics.count)
+        self._app = PublicApp(handoffs, config.http, self._keys, lambda: view.draining, page)
+        self._server = HttpServer(
+            self._app, self._listening.public, max_connections=config.http.max_connections
+        )
         control_app: Any = create_control_app(
-            *(self._view, self._reloads.reload, self._handoffs.reset_provider),
+            *(view, self._reloads.reload, handoffs.reset_provider),
             self._cancel_request,
             metrics=metrics.exposition,
         )
-        self._server = HttpServer(
-            app, self._listening.public, max_connections=self._config.http.max_connections
-        )
-        public = _Service(self._server.run)
-        control_server = HttpServer(
+        self._control_server = HttpServer(
             control_app,
             self._listening.control,
             admit=admit_to_control(self._listening.control),
             max_connections=_CONTROL_CONNECTIONS,
         )
-        control = _Service(control_server.run)
-        metrics_server = HttpServer(
+        self._metrics_server = HttpServer(
             MetricsApp(Sparing(metrics.exposition).exposition, lambda: self._config),
             self._listening.metrics,
             max_connections=METRICS_CONNECTIONS,
         )
-        scraping = _Service(metrics_server.run)
-        handoffs = _Service(self._handoffs.runs.run)
-        auditing = _Service(audits.run)
-        breaking, learning = _Service(breaker.run), _Service(keeper.run)
-        watching = _Service(self._handoffs.vitals.run)
-        sampling = _Service(self._handoffs.telemetry.run)
+        handoffs.audits.on_change = handoffs.breaker.on_change = self._tell_manager
+
+    async def _run_services(self) -> None:
+        self._build_surfaces()
+        handoffs = self._handoffs
+        public, control, scraping = (
+            _Service(server.run)
+            for server in (self._server, self._control_server, self._metrics_server)
+        )
+        running, auditing = _Service(handoffs.runs.run), _Service(handoffs.audits.run)
+        breaking, learning = _Service(handoffs.breaker.run), _Service(handoffs.keeper.run)
+        watching, sampling = _Service(handoffs.vitals.run), _Service(handoffs.telemetry.run)
+        keeping, reloads = _Service(self._kept.run), _Service(self._reloads.run)
         decoder = _Service(self._run_decoder)
-        keeping = _Service(self._kept.run)
-        reloads = _Service(self._reloads.run)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._notify)
             await reloads.start(nursery)
@@ -333,19 +327,13 @@ class Daemon:
             await scraping.start(nursery)
             await sampling.start(nursery)
             await public.start(nursery)
-            handoffs.start_soon(nursery)
-            auditing.start_soon(nursery)
-            breaking.start_soon(nursery)
-            learning.start_soon(nursery)
-            keeping.start_soon(nursery)
-            watching.start_soon(nursery)
+            for service in (running, auditing, breaking, learning, keeping, watching):
+                service.start_soon(nursery)
             self._announce()
             decoder.start_soon(nursery)
             await self._stop_asked.wait()
-            await reloads.stop()
-            await auditing.stop()
-            await breaking.stop()
-            await watching.stop()
+            for service in (reloads, auditing, breaking, watching):
+                await service.stop()
             if self._listening.public_is_passed:
                 # Whoever comes now waits in the socket's backlog for the next onebitd.
                 self._server.stop_accepting()
@@ -355,7 +343,7 @@ class Daemon:
                 await public.stop()
             await decoder.stop()
             await public.stop()
-            await handoffs.stop()
+            await running.stop()
             await learning.stop()
             self._history.close()
             await keeping.stop()
