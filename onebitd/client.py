@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import grp
 import json
+import math
 import os
 import pwd
 import socket
 import stat
+import time
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -88,10 +90,13 @@ class ControlClient:
         self._path = socket_path
         self._timeout_s = timeout_s
         self._most_bytes = _BODY_BYTES
+        self._deadline = math.inf
 
     def status(self) -> dict[str, Any]:
-        """Return `/v1/status`."""
-        return self._object("/v1/status")
+        """Return `/v1/status`; `timeout_s` bounds all of it."""
+        asked = ControlClient(self._path, timeout_s=self._timeout_s)
+        asked._deadline = time.monotonic() + self._timeout_s
+        return asked._object("/v1/status")
 
     def config(self) -> dict[str, Any]:
         """Return `/v1/config`: `{key: {"value", "source"}}`."""
@@ -176,7 +181,7 @@ class ControlClient:
             connection = _connect(self._path, self._timeout_s)
         with contextlib.closing(connection):
             with self._translated():
-                answer = _Answer(connection, target, method, document)
+                answer = _Answer(connection, target, method, document, self._deadline)
             if answer.status != 200:
                 raise self._refused(answer)
             yield answer
@@ -248,8 +253,10 @@ class _Answer:
         target: str,
         method: str,
         document: Mapping[str, Any] | None = None,
+        deadline: float = math.inf,
     ) -> None:
         self._connection = connection
+        self._deadline = deadline
         self._held = bytearray()
         body = b"" if document is None else json.dumps(document).encode("ascii")
         request = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -261,7 +268,7 @@ class _Answer:
         while (end := self._held.find(b"\r\n\r\n")) < 0:
             if len(self._held) > _HEAD_BYTES:
                 raise FramingError("its head has no end")
-            data = connection.recv(_READ_BYTES)
+            data = self._receive()
             if not data:
                 raise FramingError("it ended before its head did")
             self._held += data
@@ -302,10 +309,18 @@ class _Answer:
         del self._held[: end + 1]
         return line
 
+    def _receive(self) -> bytes:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        if left_s < (self._connection.gettimeout() or math.inf):
+            self._connection.settimeout(left_s)
+        return self._connection.recv(_READ_BYTES)
+
     def _more(self) -> bool:
         if self._reader.done:
             return False
-        data = self._connection.recv(_READ_BYTES)
+        data = self._receive()
         if data:
             self._held += self._reader.feed(data)
         else:

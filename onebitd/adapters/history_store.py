@@ -200,10 +200,14 @@ class HistoryStore:
         is_more = self._count > keep.records or old == PRUNE_RECORDS
         return is_more or spare > _SPARE_PAGES
 
-    def close(self) -> None:
-        """Close the file for good, even for a call that comes late; its log goes into it."""
+    def close(self, *, for_good: bool = False) -> None:
+        """Close the file; what its log holds goes into it.
+
+        Args:
+            for_good: a call that nobody waits for any more does not open it again.
+        """
         with self._lock:
-            self._is_over = True
+            self._is_over |= for_good
             self._close()
 
     def set_aside(self, stamp: str) -> Path:

@@ -122,7 +122,7 @@ class HistoryKeeper:
             await self._writes.run()
         finally:
             with trio.move_on_after(_CLOSE_S, shield=True):
-                await trio.to_thread.run_sync(self._store.close, abandon_on_cancel=True)
+                await _in_thread(partial(self._store.close, for_good=True))
             if lost := self._lost + len(self._pending):
                 log.warning("history_lost", line=f"{lost} handoffs are not in {self._store.path}")
 

@@ -16,7 +16,14 @@ from onebitd.client import ClientError, NoDaemon
 from onebitd.core import paths
 from onebitd.core.errors import OnebitError
 from onebitd.surfaces import cli_problems, cli_status, cli_units_words
-from onebitd.surfaces.cli_status_command import EXIT_NOT_FINE, Look, ask
+from onebitd.surfaces.cli_status_command import (
+    EXIT_NOT_FINE,
+    NOT_OURS,
+    Look,
+    ask,
+    is_fine,
+    not_ours,
+)
 from onebitd.surfaces.cli_text import clean, cut, duration, milliseconds, paint, part_of, wrap
 
 TIMEOUT_S: Final = 2.0
@@ -98,7 +105,15 @@ def _block(one: Seen, now: dt.datetime) -> tuple[str, str, list[str], str]:
     if one.status is None:
         rests = one.exit_status == 0
         return clean(one.error or "?"), "dim" if rests else "red", [], ""
-    status = one.status
+    try:
+        return _running_block(one.status, now)
+    except NOT_OURS:
+        return not_ours(one.status), "yellow", [], ""
+
+
+def _running_block(
+    status: Mapping[str, Any], now: dt.datetime
+) -> tuple[str, str, list[str], str]:
     parts = [cli_status.state_words(status), f"up {duration(status.get('uptime_s'))}"]
     parts += filter(None, (cli_status.addresses(status), cli_status.answer_words(status)))
     problems = cli_problems.find_problems(status, now)
@@ -163,7 +178,7 @@ def _ask_each(wanted: Sequence[tuple[str, str]]) -> list[Seen]:
         except ClientError as error:
             answers[socket] = Seen(name, socket, None, str(error), error.exit_status)
             return
-        fine = cli_problems.is_fine(status, dt.datetime.now(dt.UTC))
+        fine = is_fine(status, dt.datetime.now(dt.UTC))
         answers[socket] = Seen(name, socket, status, None, 0 if fine else EXIT_NOT_FINE)
 
     threads = [threading.Thread(target=ask_one, args=pair, daemon=True) for pair in wanted]

@@ -12,11 +12,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from onebitd import client
+from onebitd import __version__, client
 from onebitd.adapters import listener_probe
 from onebitd.client import ClientError, ControlClient, NoDaemon
 from onebitd.core.errors import UsageError
 from onebitd.surfaces import cli_problems, cli_status, cli_terminal
+from onebitd.surfaces.cli_text import clean
 
 if TYPE_CHECKING:
     from onebitd.adapters.unit_states import UnitState
@@ -27,6 +28,8 @@ WATCH_LEAST_S: Final = 0.1
 WATCH_MOST_S: Final = 86_400.0
 
 EXIT_NOT_FINE: Final = 1
+NOT_OURS: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What comes of a field that is not what it is here: another version may have made it so."""
 
 
 class Look(NamedTuple):
@@ -118,10 +121,30 @@ def ask(socket: str, timeout_s: float = client.TIMEOUT_S) -> dict[str, Any]:
 
 def look_of(status: dict[str, Any], now: dt.datetime) -> Look:
     """Return the look at a daemon that has answered."""
-    return Look(
-        lambda columns, colour: cli_status.status_page(status, now, colour=colour, columns=columns),
-        [status],
-        0 if cli_problems.is_fine(status, now) else EXIT_NOT_FINE,
+
+    def page(columns: int, colour: bool) -> str:
+        try:
+            return cli_status.status_page(status, now, colour=colour, columns=columns)
+        except NOT_OURS:
+            return not_ours(status)
+
+    return Look(page, [status], 0 if is_fine(status, now) else EXIT_NOT_FINE)
+
+
+def is_fine(status: dict[str, Any], now: dt.datetime) -> bool:
+    """Say whether nothing is wrong with a daemon, as far as what it says can be understood."""
+    try:
+        return cli_problems.is_fine(status, now)
+    except NOT_OURS:
+        return False
+
+
+def not_ours(status: dict[str, Any]) -> str:
+    """Return what is to be said of an answer that cannot be shown."""
+    version = clean(str(status.get("version", "of no known version")))
+    return (
+        f"This onebitctl {__version__} does not understand what onebitd {version} says of itself:"
+        " use the onebitctl of that version, or --json."
     )
 
 
