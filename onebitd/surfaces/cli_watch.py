@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
@@ -113,12 +113,17 @@ def _screen() -> Iterator[None]:
         cli_terminal.write(_LEAVE)
         sys.stdout.flush()
 
+    def at_once(text: str) -> None:
+        # The stream may be in the middle of a write, and lets nobody in.
+        with suppress(OSError):
+            os.write(sys.stdout.fileno(), text.encode("ascii"))
+
     def stop(number: int, frame: FrameType | None) -> None:
-        leave()
+        at_once(_LEAVE)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTSTP)  # goes on here once it is continued
         signal.signal(signal.SIGTSTP, stop)
-        enter()
+        at_once(_ENTER)
         os.kill(os.getpid(), signal.SIGWINCH)  # draw again
 
     def end(number: int, frame: FrameType | None) -> None:
