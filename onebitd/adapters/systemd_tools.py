@@ -65,6 +65,8 @@ def run(program: str, *arguments: str, stdin: str = "", timeout_s: float | None 
             check=False,
             timeout=timeout_s,
         )
+    except OSError as error:
+        return Done(_NOT_FOUND, "", f"{path} cannot be run: {error.strerror}")
     except subprocess.TimeoutExpired:
         return Done(_TOO_LATE, "", f"{program} has not ended within {timeout_s:g} s")
     return Done(done.returncode, done.stdout, done.stderr)

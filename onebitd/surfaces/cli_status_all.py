@@ -111,9 +111,7 @@ def _block(one: Seen, now: dt.datetime) -> tuple[str, str, list[str], str]:
         return not_ours(one.status), "yellow", [], ""
 
 
-def _running_block(
-    status: Mapping[str, Any], now: dt.datetime
-) -> tuple[str, str, list[str], str]:
+def _running_block(status: Mapping[str, Any], now: dt.datetime) -> tuple[str, str, list[str], str]:
     parts = [cli_status.state_words(status), f"up {duration(status.get('uptime_s'))}"]
     parts += filter(None, (cli_status.addresses(status), cli_status.answer_words(status)))
     problems = cli_problems.find_problems(status, now)

@@ -27,6 +27,7 @@ from onebitd.adapters.history_store import (
     HistoryDamaged,
     HistoryDenied,
     HistoryFileError,
+    HistoryGrown,
     HistoryStore,
     HistoryTooNew,
     Keep,
@@ -426,6 +427,96 @@ def test_store_file_removed_by_somebody_is_noticed(tmp_path: Path) -> None:
         assert store.open() == 0
         store.write(rows(3, 3), ALL)
         assert numbers(path) == [3]
+
+
+@pytest.mark.parametrize("how", ["removed", "cut", "another"])
+def test_store_log_spoilt_by_somebody_is_noticed_before_more_goes_into_it(
+    tmp_path: Path, how: str
+) -> None:
+    """SQLite would go on, and fill the file with zeros or lose it all in a kill."""
+    path, log = tmp_path / "h.db", tmp_path / "h.db-wal"
+    with stored(path, rows(1, 2)) as store:
+        if how == "cut":
+            os.truncate(log, 0)
+        else:
+            log.unlink()
+        if how == "another":
+            log.touch()
+        with pytest.raises(NoHistory, match="log"):
+            store.write(rows(3, 3), ALL)
+        store.open()
+        store.write(rows(3, 4), ALL)
+        assert numbers(path)[-2:] == [3, 4]
+    assert numbers(path)[-2:] == [3, 4]
+
+
+def test_store_index_cut_by_somebody_does_not_kill_the_daemon(tmp_path: Path) -> None:
+    """It is mapped memory: a look beyond its end is SIGBUS, for the writer and for a reader."""
+    program = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "from onebitd.adapters import history_reading as reading\n"
+        "from tests.adapters.test_history_store import ALL, HandoffFilter, HistoryStore, rows\n"
+        "path = sys.argv[1]\nstore = HistoryStore(Path(path))\nstore.open()\n"
+        "store.write(rows(1, 2), ALL)\nos.truncate(f'{path}-shm', 0)\n"
+        "with reading.opened(path) as connection:\n"
+        "    assert len(list(reading.pages(connection, path, HandoffFilter(), 0))) == 2\n"
+        "os.truncate(f'{path}-shm', 0)\nstore.write(rows(3, 4), ALL)\nstore.close()\n"
+    )
+    path = tmp_path / "h.db"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert numbers(path) == [1, 2, 3, 4]
+
+
+def test_store_records_of_another_program_are_not_taken_for_ours(tmp_path: Path) -> None:
+    """Of two writers none loses a record because the other has its number."""
+    path = tmp_path / "h.db"
+    with stored(path, rows(1, 2)) as one, stored(path) as other:
+        other.write(rows(3, 4), ALL)
+        with pytest.raises(HistoryGrown):
+            one.write(rows(3, 3), ALL)
+        assert one.open() == 4
+        one.write(rows(5, 5), ALL)
+        assert numbers(path) == [1, 2, 3, 4, 5]
+
+
+def test_store_file_that_cannot_shrink_is_pruned_to_an_end(tmp_path: Path) -> None:
+    """One that other programs have made, out of a backup, keeps its free pages."""
+    path = tmp_path / "h.db"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA auto_vacuum = NONE")
+        schema.migrate(connection)
+    with stored(path, rows(1, 2500, detail="x" * 2000)) as store:
+        steps = 0
+        while store.write([], Keep(3, 0)):
+            steps += 1
+            assert steps < 10
+    assert numbers(path) == [2498, 2499, 2500]
+
+
+def test_opened_reads_no_pipe_no_empty_file_and_no_later_version(tmp_path: Path) -> None:
+    """What came into the place of the file is not taken for a damaged one, and nothing hangs."""
+    path = tmp_path / "h.db"
+    found = []
+    for make in (Path.touch, os.mkfifo, later):
+        path.unlink(missing_ok=True)
+        make(path)
+        with pytest.raises(HistoryFileError) as caught, reading.opened(str(path)):
+            pass
+        found.append(caught.type)
+    assert found == [NoHistory, HistoryFileError, HistoryTooNew]
+
+
+def later(path: Path) -> None:
+    """Make a file of a later version."""
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 99")
 
 
 @pytest.mark.parametrize("what", ["directory", "link to a directory", "pipe"])

@@ -76,6 +76,11 @@ def test_ask_health_says_what_came(
     assert found.tried
 
 
+def test_ask_health_of_a_port_that_cannot_be_is_no_crash() -> None:
+    """The daemon may say anything."""
+    assert listener_probe.ask_health("127.0.0.1:99999").status is None
+
+
 def test_ask_health_nobody_listens_is_the_kernels_word() -> None:
     """The address has been somebody's: the port is free again."""
     listener, address = tcp()

@@ -463,6 +463,20 @@ def test_look_at_nobody_says_what_systemd_knows(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+def test_look_of_what_cannot_be_understood_says_so_in_one_sentence() -> None:
+    """A daemon of another version may mean something else by a name; it is no crash, and no 0."""
+    now = dt.datetime.now(dt.UTC)
+    status: dict[str, Any] = {"version": "9.0", "state": "resting", "uptime_s": "long"}
+    found = cli_status_command.look_of(status, now)
+    words = "does not understand what onebitd 9.0 says of itself"
+    assert words in found.page(80, False)
+    assert found.exit_status == 1
+    page = cli_status_all.all_page(
+        [Seen("qwen", "/s", status, None, 1)], now, colour=False, columns=200
+    )
+    assert words in page
+
+
 def test_watch_does_not_start_a_service_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its socket is still there, and connecting to it would undo `systemctl stop`."""
     found = watched(monkeypatch, RESTING._replace(instance="qwen"))

@@ -134,6 +134,26 @@ def test_client_silent_daemon_is_a_timeout_that_names_the_socket(short_tmp: Path
     assert caught.value.exit_status == 3
 
 
+def test_client_status_that_comes_in_drops_is_a_timeout(short_tmp: Path) -> None:
+    """A bound on each step is none on all of them."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n")
+            while not over.wait(0.05):
+                connection.sendall(b" ")
+
+    over = threading.Event()
+    with listening(short_tmp / "c") as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(client.AnswerTimeout):
+            client.ControlClient(str(short_tmp / "c"), timeout_s=0.3).status()
+        over.set()
+        thread.join()
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
