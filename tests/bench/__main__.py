@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench import audits, check, gate, overlap, relay_tables, routes
+from tests.bench import audits, check, gate, overlap, records, relay_tables, routes
 from tests.bench.measure import Streamed, median, stream, table
 from tests.harness import RunningDaemon, running_onebitd
 from tests.llama_builds import (
@@ -29,7 +29,7 @@ from tests.llama_builds import (
 )
 
 COMPLETIONS = "/v1/completions"
-BENCH_PARTS = (*relay_tables.TABLES, "handoff", "streaming", "shared", "check")
+BENCH_PARTS = (*relay_tables.TABLES, "handoff", "streaming", "shared", "check", "records")
 SOAK_PARTS = ("audit",)
 """Only when asked for: hours, not minutes."""
 COMMANDS = {"gate": gate.main, "overlap": overlap.main}
@@ -267,6 +267,8 @@ def main() -> int:
             say(routes.comparison_table(rows))
         if "check" in args.parts:
             say(check.check_table(MODELS[0].path, tmpfs, args.rounds))
+        if "records" in args.parts:
+            say(records.records_table(tmpfs, args.rounds))
         if "audit" in args.parts:
             names = [args.provider] if args.provider else list(audits.PROVIDERS)
             soaked = [
