@@ -105,7 +105,7 @@ _TOKENS = [
     Damage("packed-short", lambda s: packed(s, more=1), "says 60 ids"),
     Damage("packed-long", lambda s: packed(s, more=-1), "says 58 ids"),
     Damage("packed-media", lambda s: packed(s, n_media=1), "text without media"),
-    Damage("id-beyond-vocabulary", lambda s: s.put(92, "i", 10**6), "token 20 is 1000000"),
+    Damage("id-beyond-vocabulary", lambda s: s.put(92, "i", 10**6), "token 20 is not the one"),
     Damage("id-negative", lambda s: s.put(92, "i", -5), "token 20 is -5"),
     Damage("id-minus-one", lambda s: s.put(92, "i", -1), "token 20 is -1"),
     Damage("ids-beyond-context", lambda s: s.with_words([7] * 3000), "too many for {n} tokens"),
