@@ -258,7 +258,7 @@ def test_install_units_of_a_newer_version_leaves_what_runs(
         said = box.run("onebitctl", "install-units").stdout
 
         assert f"onebitd {NEWER} in the place of {onebitd.__version__}: files below /usr" in said
-        assert "2 written, 22 unchanged, 1 removed\n" in said
+        assert "2 written, 28 unchanged, 1 removed\n" in said
         assert f"still on what they were started with: {qwen.service} " in said
         assert box.read(UNIT).endswith(NEW_LINE)
         drop_ins = box.run("ls", f"{SHARE}/drop-ins").stdout.split()
