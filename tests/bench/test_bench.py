@@ -100,7 +100,7 @@ def test_comparison_table_says_that_the_fronts_adopt_is_an_upper_bound() -> None
 
 def test_arguments_name_parts_and_without_any_all_run() -> None:
     """`make bench` measures everything; a part by itself takes less."""
-    of_handoffs = ("handoff", "streaming", "shared", "check")
+    of_handoffs = ("handoff", "streaming", "shared", "check", "records")
     assert tuple(bench.read_arguments([]).parts) == ("relay", "idle", "tax", *of_handoffs)
     assert bench.read_arguments(["shared", "--rounds", "1"]).parts == ["shared"]
     with pytest.raises(SystemExit):
