@@ -263,7 +263,8 @@ def run_lock(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(lock)
     else:
-        _print(pages.lock_page(lock))
+        for line in pages.lock_page(lock).split("\n"):
+            _print("\n".join(cli_terminal.fitting(line, sys.stdout)))
     return EXIT_NOT_FINE if lock["problem"] else 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TextIO
 
 from onebitd.surfaces.cli_text import PAGE_COLUMNS, clean, wrap
 
@@ -45,12 +45,13 @@ def tell(message: str) -> None:
     sys.stderr.write("\n".join(fitting(text)) + "\n")
 
 
-def fitting(text: str) -> list[str]:
-    """Return lines of a text for stderr: they fit a terminal, elsewhere it is one."""
-    if not sys.stderr.isatty():
+def fitting(text: str, stream: TextIO | None = None) -> list[str]:
+    """Return lines of a text for a stream, or stderr: they fit a terminal, elsewhere it is one."""
+    stream = stream or sys.stderr
+    if not stream.isatty():
         return [text]
     try:
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        columns = os.get_terminal_size(stream.fileno()).columns
     except OSError:
         columns = 0
     return wrap(text, "", "  ", columns) if columns >= _LEAST_COLUMNS else [text]

@@ -218,6 +218,7 @@ BOS_TEMPLATE = (
 """As Gemma's own: the template writes a BOS, and the tokenizer adds one."""
 
 
+@pytest.mark.parametrize("llama_build", BUILDS[-1:], indirect=True, ids=lambda build: build.name)
 def test_template_with_its_own_bos_hands_over_the_decoders_ids(
     llama_build: LlamaBuild, reference_provider: Path, tmp_path: Path
 ) -> None:

@@ -5,10 +5,14 @@ What it says of installing is tried in a booted Debian: tests/systemd/test_readm
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import re
+import shutil
 import signal
 import subprocess
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,10 +58,20 @@ SHOWN = ("onebitctl handoffs -n 1",)
 """Blocks that show what somebody saw."""
 
 
+@functools.cache
+def runtime() -> str:
+    """Return a directory for the demo's sockets: in root's own, other tests would find it."""
+    path = tempfile.mkdtemp(prefix="onebitd-", dir="/tmp")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
 def environment() -> dict[str, str]:
     """Return a newcomer's: nothing of a make that runs this test, a shell's own PATH."""
     left_out = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTEST_ARGS", "ONCE", "PORT")
-    return {name: value for name, value in os.environ.items() if name not in left_out}
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    runs = {"XDG_RUNTIME_DIR": runtime(), "RUNTIME_DIRECTORY": f"{runtime()}/onebitd/demo"}
+    return {**kept, **runs}
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:
@@ -212,7 +226,7 @@ def test_readme_commands_that_look_are_fine(demo: Demo) -> None:
         words = command.replace("onebitctl", CTL, 1)
         if command.endswith("-f"):
             with subprocess.Popen(
-                words.split(), cwd=ROOT, stdout=subprocess.PIPE, text=True
+                words.split(), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
             ) as process:
                 assert process.stdout is not None
                 assert any("OUTCOME" in line for line in process.stdout)

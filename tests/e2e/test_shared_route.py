@@ -695,7 +695,7 @@ def triples(looks: Iterator[list[str]]) -> Iterator[tuple[list[str], list[str], 
         one, two = two, three
 
 
-def test_two_hundred_shared_handoffs_leave_the_same_descriptors(tmp_path: Path) -> None:
+def test_a_hundred_shared_handoffs_leave_the_same_descriptors(tmp_path: Path) -> None:
     """The set of what the daemon has open is the same before and after, and so is every reply."""
     program, image = tmp_path / "quick", tmp_path / "image"
     program.write_text(QUICK.format(image=image, provider=PROVIDER))
@@ -708,9 +708,9 @@ def test_two_hundred_shared_handoffs_leave_the_same_descriptors(tmp_path: Path) 
         route.daemon.chat(HELLO)
         before = settled_files(route.daemon)
         route.forget()
-        for _ in range(200):
+        for _ in range(100):
             assert route.daemon.chat(HELLO).text == said(PROMPT)
         assert settled_files(route.daemon) == before
-        counted: Callable[[], bool] = lambda: route.counted() == {"used": 200}  # noqa: E731
-        wait_until(counted, "200 handoffs used")
-        assert [one["target"] for one in route.backend()].count(ADOPT) == 200
+        counted: Callable[[], bool] = lambda: route.counted() == {"used": 100}  # noqa: E731
+        wait_until(counted, "100 handoffs used")
+        assert [one["target"] for one in route.backend()].count(ADOPT) == 100

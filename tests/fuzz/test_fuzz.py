@@ -29,8 +29,10 @@ from tests.standins import tiny_state
 from tests.tools import fetch_clients
 
 SEED = 20260601
-CONNECTIONS = int(os.environ.get("FUZZ_CONNECTIONS", "3000"))
+CONNECTIONS = int(os.environ.get("FUZZ_CONNECTIONS", "2000"))
 """In all; `make fuzz` has more."""
+EXAMPLES = max(6, CONNECTIONS // 500)
+"""Generated requests for each endpoint and kind."""
 PUBLIC_COUNT = CONNECTIONS * 7 // 10
 CONTROL_COUNT = CONNECTIONS - PUBLIC_COUNT
 ANSWERED = {"bytes", "header lines", "document", "JSON text", "request line"}
@@ -182,7 +184,7 @@ def test_public_api_schemathesis_finds_no_unexplained_error(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
     """Requests made from the API's shapes, right and wrong ones."""
-    schemathesis(openapi.PUBLIC, daemon.port, 12, tmp_path)
+    schemathesis(openapi.PUBLIC, daemon.port, EXAMPLES, tmp_path)
     assert_serves_and_has_nothing_to_hide(daemon)
 
 
@@ -191,5 +193,5 @@ def test_control_api_schemathesis_finds_no_unexplained_error(
 ) -> None:
     """The same for the control API."""
     with tcp_door_to(daemon.runtime / "control.sock") as port:
-        schemathesis(openapi.CONTROL, port, 12, tmp_path)
+        schemathesis(openapi.CONTROL, port, EXAMPLES, tmp_path)
     assert_serves_and_has_nothing_to_hide(daemon)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.systemd.box import Box, Done
+from tests.systemd.box import SUITES, Box, Done
 from tests.systemd.instances import (
     BIN,
     STANDIN_PROVIDER,
@@ -28,6 +28,10 @@ from tests.systemd.instances import (
     write_instance,
 )
 
+pytestmark = pytest.mark.parametrize(
+    "suite", SUITES[-1:], indirect=True, ids=lambda suite: suite.name
+)
+"""Where systemd-run takes the unit's lines on the older one is seen by `install-units --enable`."""
 ALICE = "/home" + "/alice"
 SHUT = "/srv/shut"
 HIDDEN_MODEL = f"{ALICE}/models/tiny.gguf"

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.systemd.box import Box
+from tests.systemd.box import SUITES, Box
 from tests.systemd.instances import BIN, Instance, instance_in
 
 CTL = f"{BIN}/onebitctl"
+pytestmark = pytest.mark.parametrize(
+    "suite", SUITES[:1], indirect=True, ids=lambda suite: suite.name
+)
+"""The older systemd is enough: what it says is plain text and JSON of long standing."""
 
 
 @pytest.fixture(scope="module")
