@@ -192,8 +192,10 @@ class Box:
     # -- files
 
     def write(self, path: str, text: str, mode: int = 0o644) -> None:
-        """Write a file as root, its missing parents too; an existing one is replaced."""
-        self.run("install", "-D", "-m", f"{mode:o}", "/dev/stdin", path, input=text)
+        """Write a file as root, its missing parents too; an existing one is replaced at once."""
+        # install(1) alone takes the old one away first, and whoever reads it just then finds none.
+        script = 'install -D -m "$1" /dev/stdin "$2.new" && mv -T -- "$2.new" "$2"'
+        self.run("sh", "-c", script, "-", f"{mode:o}", path, input=text)
 
     def read(self, path: str) -> str:
         """Return the text of a file; CommandFailed when it cannot be read."""
