@@ -8,15 +8,14 @@ to explain it. Nothing is opened.
 from __future__ import annotations
 
 import contextlib
-import grp
 import os
-import pwd
 import resource
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from onebitd.adapters.accounts import group_name, user_name
 from onebitd.core.failure_class import is_about_memory_lock
 
 SMALL_BYTES: Final = 64 << 20
@@ -79,7 +78,7 @@ def _own_groups() -> list[int]:
 def _device_sentence(nodes: Sequence[Path], groups: Sequence[int]) -> str:
     told = ", ".join(f"{node} ({_owner_of(node)})" for node in nodes)
     helpful = list(dict.fromkeys(name for node in nodes if (name := _group_to_join(node, groups))))
-    who = f"this process (user {_user_name(os.geteuid())}) may not open {told}"
+    who = f"this process (user {user_name(os.geteuid())}) may not open {told}"
     if not helpful:
         return f"{who}: no group would help, a udev rule has to give the device to one"
     names = " ".join(helpful)
@@ -92,7 +91,7 @@ def _device_sentence(nodes: Sequence[Path], groups: Sequence[int]) -> str:
 def _owner_of(node: Path) -> str:
     found = node.stat()
     mode = stat.S_IMODE(found.st_mode)
-    return f"{_user_name(found.st_uid)}:{_group_name(found.st_gid)}, mode {mode:04o}"
+    return f"{user_name(found.st_uid)}:{group_name(found.st_gid)}, mode {mode:04o}"
 
 
 def _group_to_join(node: Path, groups: Sequence[int]) -> str | None:
@@ -101,7 +100,7 @@ def _group_to_join(node: Path, groups: Sequence[int]) -> str | None:
     both = stat.S_IRGRP | stat.S_IWGRP
     if found.st_mode & both != both or found.st_gid == 0 or found.st_gid in groups:
         return None
-    return _group_name(found.st_gid)
+    return group_name(found.st_gid)
 
 
 def _memory_sentence(limit: int | None, *, small_only: bool) -> str | None:
@@ -123,15 +122,3 @@ def _may_lock_any_amount() -> bool:
             if line.startswith("CapEff:"):
                 return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
     return False
-
-
-def _user_name(uid: int) -> str:
-    with contextlib.suppress(KeyError):
-        return pwd.getpwuid(uid).pw_name
-    return str(uid)
-
-
-def _group_name(gid: int) -> str:
-    with contextlib.suppress(KeyError):
-        return grp.getgrgid(gid).gr_name
-    return str(gid)

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import grp
 import os
-import pwd
 import re
 import stat
 import time
 from collections.abc import Iterator
 from typing import Final
+
+from onebitd.adapters.accounts import group_name, user_name
 
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 """What every open of the lock file carries: no link followed, no fifo waited for, no child."""
@@ -109,7 +109,7 @@ def why_denied(path: str) -> str:
     Owner, group and mode decide: a group that may read is enough, since flock needs no more. The
     group of root is nobody's to join.
     """
-    user = _user_name(os.geteuid())
+    user = user_name(os.geteuid())
     try:
         info = os.stat(path, follow_symlinks=False)
     except OSError:
@@ -118,8 +118,8 @@ def why_denied(path: str) -> str:
             f"may not be created or reached in {directory} by the user {user}; let root create it"
             " for all, see onebitd(8), DEVICE LOCK, or set lock.path"
         )
-    group = _group_name(info.st_gid)
-    facts = f"{_user_name(info.st_uid)}:{group} with mode {stat.S_IMODE(info.st_mode):04o}"
+    group = group_name(info.st_gid)
+    facts = f"{user_name(info.st_uid)}:{group} with mode {stat.S_IMODE(info.st_mode):04o}"
     may_join = info.st_mode & stat.S_IRGRP and info.st_gid != 0 and info.st_gid not in _own_groups()
     advice = (
         f"join the group {group}"
@@ -233,7 +233,7 @@ def _foreign_problem(name: str, info: os.stat_result) -> str | None:
     risk = "and then two would hold the lock"
     if directory.st_uid not in trusted:
         return (
-            f"its directory {parent} belongs to {_user_name(directory.st_uid)}, who can replace it,"
+            f"its directory {parent} belongs to {user_name(directory.st_uid)}, who can replace it,"
             f" {risk}: set lock.path to a file in a directory of root's"
         )
     if directory.st_mode & stat.S_IWOTH and not directory.st_mode & stat.S_ISVTX:
@@ -246,7 +246,7 @@ def _foreign_problem(name: str, info: os.stat_result) -> str | None:
     protected = _protected_problem(info, directory)
     if protected is None and info.st_uid not in trusted:
         return (
-            f"it belongs to {_user_name(info.st_uid)}, who can remove it, {risk}:"
+            f"it belongs to {user_name(info.st_uid)}, who can remove it, {risk}:"
             " make root its owner (tmpfiles.d)"
         )
     return protected
@@ -412,20 +412,6 @@ def _started_at(pid: int) -> float | None:
 
 def _own_groups() -> set[int]:
     return {os.getegid(), *os.getgroups()}
-
-
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def _group_name(gid: int) -> str:
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
 
 
 def _say(exc: OSError) -> str:

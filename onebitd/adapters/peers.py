@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import grp
 import os
 import socket
 import stat
 import struct
 from collections.abc import Collection
+
+from onebitd.adapters.accounts import group_name
 
 _PEERCRED = struct.Struct("=iII")
 _SO_PEERGROUPS = 59
@@ -101,11 +102,3 @@ def loose_mode(listener: socket.socket) -> str | None:
         f"every user may connect to the control socket {name} (mode {mode:04o}), and is then"
         " refused; set SocketMode=0660 in its unit"
     )
-
-
-def group_name(gid: int) -> str:
-    """Return a group's name, its number where it has none."""
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from onebitd.adapters import accounts
 from onebitd.adapters.device_access import SMALL_BYTES
 from onebitd.adapters.lock_probe import command_of
 from onebitd.doctor import sight
@@ -48,8 +49,8 @@ class Node:
     @property
     def owner(self) -> str:
         """Owner, group and mode."""
-        group = sight.group_name(self.gid)
-        return f"{sight.user_name(self.uid)}:{group}, mode {self.mode:04o}"
+        group = accounts.group_name(self.gid)
+        return f"{accounts.user_name(self.uid)}:{group}, mode {self.mode:04o}"
 
     def is_open_to(self, uid: int, gids: Sequence[int]) -> bool:
         """Tell whether owner, group and mode let somebody read and write it."""
@@ -152,7 +153,7 @@ def _judge_node(node: Node, who: Who, place: Place) -> Finding:
 
 def _closed(node: Node, facts: str, who: Who, place: Place) -> tuple[str, str]:
     text = f"{facts} is closed to the user {who.name}"
-    group = sight.group_name(node.gid)
+    group = accounts.group_name(node.gid)
     if node.mode >> 3 & 0o6 == 0o6 and node.gid != 0:
         text += f", which is not in the group {group}"
         return text, place.join(group, who.name)

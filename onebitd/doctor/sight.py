@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import grp
 import os
-import pwd
 import re
 import shlex
 import stat
@@ -17,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any, Final
 
+from onebitd.adapters.accounts import group_name, user_name
 from onebitd.doctor.place import Place
 
 _HOMES: Final = ("/home", "/root", "/run/user")
@@ -157,22 +156,6 @@ def access_fix(place: Place, step: Step, letters: str) -> str | None:
 def own_name() -> str:
     """Return the name of the user that this process is."""
     return user_name(os.geteuid())
-
-
-def user_name(uid: int) -> str:
-    """Return a user's name, its number where it has none."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def group_name(gid: int) -> str:
-    """Return a group's name, its number where it has none."""
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
 
 
 def names(gids: Sequence[int]) -> list[str]:

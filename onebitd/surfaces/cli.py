@@ -319,8 +319,7 @@ def _lock_path(arguments: argparse.Namespace) -> str:
 
 
 def _print(text: str) -> None:
-    encoding = sys.stdout.encoding or "ascii"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+    cli_terminal.write(text + "\n")
 
 
 def _print_json(value: dict[str, Any]) -> None:
