@@ -60,3 +60,16 @@ async def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
     return subprocess.CompletedProcess(
         done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
     )
+
+
+async def modules_loaded(*commands: list[str]) -> set[str]:
+    """Return the names of all modules that are loaded once these commands have run."""
+    lines = ["import sys; from onebitd.surfaces.cli import main"]
+    lines += [f"main({words!r})" for words in commands]
+    done = await trio.run_process(
+        [sys.executable, "-c", "\n".join([*lines, "print(*sys.modules, file=sys.stderr)"])],
+        env=environment({}),
+        capture_stdout=True,
+        capture_stderr=True,
+    )
+    return set(done.stderr.decode().split())

@@ -21,7 +21,15 @@ from onebitd import __version__
 from onebitd.core.control_api import ProviderReset, ReloadAnswer, RequestInFlight
 from onebitd.core.errors import ConfigError
 from onebitd.surfaces import cli
-from tests.surfaces.cli_child import INSTANCE, PROGRAM, Served, environment, run, serving
+from tests.surfaces.cli_child import (
+    INSTANCE,
+    PROGRAM,
+    Served,
+    environment,
+    modules_loaded,
+    run,
+    serving,
+)
 
 UNWANTED = ("trio", "httpx2", "quart", "hypercorn", "structlog", "numpy", "h11", "sdnotify")
 
@@ -287,19 +295,9 @@ async def test_full_disk_is_an_error_not_a_traceback(served: Served) -> None:
 
 async def test_import_pulls_in_nothing_of_the_daemon(served: Served) -> None:
     """It starts fast because it imports neither the daemon nor its web stack."""
-    script = (
-        "import sys; from onebitd.surfaces.cli import main\n"
-        f"main(['--socket', {str(served.socket)!r}, 'status'])\n"
-        f"main(['lock', '--path', '/nonexistent'])\n"
-        "print(*sys.modules, file=sys.stderr)\n"
+    loaded = await modules_loaded(
+        ["--socket", str(served.socket), "status"], ["lock", "--path", "/nonexistent"]
     )
-    done = await trio.run_process(
-        [sys.executable, "-c", script],
-        env=environment({}),
-        capture_stdout=True,
-        capture_stderr=True,
-    )
-    loaded = done.stderr.decode().split()
     assert "onebitd.client" in loaded
     assert not {name.partition(".")[0] for name in loaded} & set(UNWANTED)
     assert not [
@@ -309,18 +307,7 @@ async def test_import_pulls_in_nothing_of_the_daemon(served: Served) -> None:
 
 async def test_status_imports_nothing_that_only_other_commands_need(served: Served) -> None:
     """It feels instant: each module of these costs about as much as an idle interpreter."""
-    script = (
-        "import sys; from onebitd.surfaces.cli import main\n"
-        f"main(['--socket', {str(served.socket)!r}, 'status'])\n"
-        "print(*sys.modules, file=sys.stderr)\n"
-    )
-    done = await trio.run_process(
-        [sys.executable, "-c", script],
-        env=environment({}),
-        capture_stdout=True,
-        capture_stderr=True,
-    )
-    loaded = set(done.stderr.decode().split())
+    loaded = await modules_loaded(["--socket", str(served.socket), "status"])
     ours = {name for name in loaded if name.startswith("onebitd.surfaces.")}
     needed = ("problems", "recent", "status", "status_command", "terminal", "text")
     names = {"onebitd.surfaces.cli", *(f"onebitd.surfaces.cli_{name}" for name in needed)}

@@ -13,7 +13,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import termios
 from collections.abc import AsyncGenerator
@@ -42,7 +41,15 @@ from onebitd.surfaces.cli_handoff_table import (
 )
 from onebitd.surfaces.cli_history_file import choose_history
 from onebitd.surfaces.cli_width import columns_of, cut
-from tests.surfaces.cli_child import INSTANCE, PROGRAM, Served, environment, run, serving
+from tests.surfaces.cli_child import (
+    INSTANCE,
+    PROGRAM,
+    Served,
+    environment,
+    modules_loaded,
+    run,
+    serving,
+)
 from tests.surfaces.control_server import make_record
 
 TODAY = dt.date(2026, 5, 1)
@@ -573,18 +580,7 @@ async def test_handoffs_without_a_daemon_named_by_its_socket_is_exit_3(
 async def test_handoffs_import_only_what_they_need(served: Served) -> None:
     """The command line stays light: no SQLite while a daemon answers, no CSV for a table."""
     served.view.history.add(USED)
-    script = (
-        "import sys; from onebitd.surfaces.cli import main\n"
-        f"main(['--socket', {str(served.socket)!r}, 'handoffs'])\n"
-        "print(*sys.modules, file=sys.stderr)\n"
-    )
-    done = await trio.run_process(
-        [sys.executable, "-c", script],
-        env=environment({}),
-        capture_stdout=True,
-        capture_stderr=True,
-    )
-    loaded = set(done.stderr.decode().split())
+    loaded = await modules_loaded(["--socket", str(served.socket), "handoffs"])
     assert "onebitd.surfaces.cli_handoff_table" in loaded
     unwanted = {"sqlite3", "csv", "unicodedata", "pathlib", "http.client", "trio", "asyncio"}
     assert not loaded & (unwanted | {"onebitd.core.handoff_summary", "onebitd.core.when"})
