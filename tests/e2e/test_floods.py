@@ -135,6 +135,7 @@ def test_decoder_flood_of_errors_leaves_the_daemon_answering_and_the_handoff_in_
     rm $gate
     kill $flood
     wait $flood
+    echo  # the flood may have been killed in the middle of a line
     echo '0.00.001.003 E srv: the disk is on fire'
     kill -9 $server
     exit 7

@@ -134,6 +134,11 @@ def ask(route: Route, number: int, prompt: str, policy: str = "always", **how: s
     return route.daemon.chat(prompt, headers=named)
 
 
+def phases(route: Route) -> list[str]:
+    """Return where the requests in flight are, in the order of the line."""
+    return [one["phase"] for one in route.daemon.control("/v1/requests")["requests"]]
+
+
 def leave(route: Route, number: int, prompt: str) -> None:
     """Leave while the decoder is at work."""
     route.behave(decoder="--hold-on completion")
@@ -504,10 +509,12 @@ def test_requests_are_a_table_and_can_be_cancelled(work: Place) -> None:
     work.route.behave(decoder="--hold-on completion")
     first = Background(ask, work.route, 1, RHYME, decoder="--hold-on completion")
     wait_until(lambda: work.route.daemon.status()["slot"]["phase"] == "decode", "it is held")
-    second = Background(ask, work.route, 2, RHYME * 2, decoder="--hold-on completion")
-    wait_until(lambda: work.route.daemon.status()["queue"]["pending"] == 1, "one waits")
+    held = {"decoder": "--hold-on completion", "provider": "hang"}
+    second = Background(ask, work.route, 2, RHYME * 2, **held)
+    wait_until(lambda: phases(work.route) == ["decode", "prefill"], "the next is prefilled")
     both = shots(work.desk, named("requests"))
     cancelled = shots(work.desk, named("cancel", "req-02"), (AT_80,))
+    wait_until(lambda: phases(work.route) == ["decode"], "one is left")
     again = shots(work.desk, named("cancel", "req-02"), FEW)
     work.route.behave()
     for client in (first, second):
