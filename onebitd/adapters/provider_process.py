@@ -77,7 +77,7 @@ async def run_provider(
     try:
         child = spawn(argv, env=env, guard=guard, oom_score_adj=_OOM_SCORE_ADJ, pass_fds=pass_fds)
     except SpawnError as error:
-        raise HandoffError(Reason.PROVIDER_EXIT, str(error)) from error
+        raise HandoffError(Reason.PROVIDER_EXIT, error.wording) from error
     stdout: deque[bytes] = deque(maxlen=_KEPT_LINES)
     stderr: deque[bytes] = deque(maxlen=_KEPT_LINES)
 
@@ -95,18 +95,21 @@ async def run_provider(
         end = await _wait_ended(child, timeout_s, on_stuck)
         wall_ms = (time.monotonic() - started) * 1000.0
         nursery.cancel_scope.deadline = trio.current_time() + _PUMP_TAIL_S
-    said = provider_contract.last_line(b"\n".join(stderr))
-    tail = f": {said}" if said else ""
+    said = provider_contract.last_line(b"\n".join(stderr)) or ""
     if end is _End.STUCK:
         raise HandoffError(
-            Reason.PROVIDER_TIMEOUT, f"the provider (pid {child.pid}) cannot be killed{tail}"
+            Reason.PROVIDER_TIMEOUT,
+            f"the provider (pid {child.pid}) cannot be killed",
+            quoted=said,
         )
     if end is _End.TIMED_OUT and not (late_counts and child.returncode == 0):
         raise HandoffError(
-            Reason.PROVIDER_TIMEOUT, f"no result within {timeout_s:g} s (provider.timeout_s){tail}"
+            Reason.PROVIDER_TIMEOUT,
+            f"no result within {timeout_s:g} s (provider.timeout_s)",
+            quoted=said,
         )
     if child.returncode:
-        raise HandoffError(Reason.PROVIDER_EXIT, f"{describe_exit(child.returncode)}{tail}")
+        raise HandoffError(Reason.PROVIDER_EXIT, describe_exit(child.returncode), quoted=said)
     return ProviderResult(wall_ms, provider_contract.reported_prefill_ms(b"\n".join(stdout)))
 
 

@@ -21,6 +21,7 @@ from onebitd.adapters.listeners import open_unix, unlink_unix
 from onebitd.core.errors import HandoffError, OnebitError
 from onebitd.core.handoff import Reason
 from onebitd.core.share_wire import ShareMessage, ShareReceiver
+from onebitd.core.wording import Wording
 
 PeerCheck: TypeAlias = Callable[[int, int], bool]
 """Says of a pid and a uid whether that is who may connect."""
@@ -86,8 +87,10 @@ class ShareListener:
         """Listen."""
         try:
             opened = open_unix(self._path, 0o600, _BACKLOG)
-        except (OnebitError, OSError) as error:
-            raise _failed(str(error)) from error
+        except OnebitError as error:
+            raise _failed(error.wording) from error
+        except OSError as error:
+            raise _failed(f"{self._path} cannot be opened: {error.strerror}") from error
         self._socket = trio.socket.from_stdlib_socket(opened)
         return self
 
@@ -205,7 +208,7 @@ def _close_all(fds: tuple[int, ...] | list[int]) -> None:
             os.close(fd)
 
 
-def _failed(detail: str) -> HandoffError:
+def _failed(detail: str | Wording) -> HandoffError:
     return HandoffError(Reason.SHARE_HANDSHAKE, detail)
 
 

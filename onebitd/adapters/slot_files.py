@@ -312,7 +312,7 @@ async def _check(
         else:
             await trio.to_thread.run_sync(check, abandon_on_cancel=True)
     except StateFileError as error:
-        raise HandoffError(Reason.BAD_STATE, str(error)) from error
+        raise HandoffError(Reason.BAD_STATE, error.wording) from error
     except OSError as error:
         raise HandoffError(
             Reason.BAD_STATE, f"the state file cannot be read: {error.strerror}"

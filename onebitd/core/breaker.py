@@ -14,6 +14,7 @@ import math
 from typing import Final
 
 from onebitd.core.failure_class import FailureClass, classify
+from onebitd.core.wording import Wording
 
 __all__ = ("LIMITS", "Breaker", "BreakerStatus", "FailureClass", "Limit", "State", "classify")
 
@@ -197,19 +198,24 @@ class Breaker:
         self._proved()
         return not was_closed
 
-    def sentence(self, now: float, *, with_last_words: bool = True) -> str | None:
+    def wording(self, now: float) -> Wording | None:
         """Return why the provider is not called, None while it is.
+
+        The full sentence has the last failure's detail, which may quote the provider.
 
         Args:
             now: for the times in it.
-            with_last_words: with the last failure's detail, which may quote the provider.
         """
         if self.state is State.CLOSED or self.failure_class is None:
             return None
         words = f"{self._how_often()}, not called for {_span(now - self.opened_at)}"
-        if with_last_words:
-            words += f", last: {self._last_words}"
-        return f"{words}; {self._next_try(now)}"
+        next_try = f"; {self._next_try(now)}"
+        return Wording(f"{words}, last: {self._last_words}{next_try}", words + next_try)
+
+    def sentence(self, now: float) -> str | None:
+        """Return the full one."""
+        wording = self.wording(now)
+        return None if wording is None else wording.full
 
     def _how_often(self) -> str:
         kinds = sorted(self._kinds)

@@ -25,7 +25,9 @@
     |-- HandoffError              a handoff failed; `reason` and `detail` say why
     `-- RequestError              the client gets this: status, type, message, maybe Retry-After
 
-Every leaf says in its message what object it is about and what to do next.
+Every leaf says in its message what object it is about and what to do next. What another program
+said, or a client, is never formatted into that message: it is given as `quoted`, and the `wording`
+has the sentence with it and without.
 """
 
 from __future__ import annotations
@@ -33,14 +35,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from onebitd.core.wording import Wording
+
 if TYPE_CHECKING:  # `onebitctl` starts faster without the records
     from onebitd.core.handoff import Reason
 
 
 class OnebitError(Exception):
-    """Base of everything onebitd raises on purpose."""
+    """Base of everything onebitd raises on purpose.
+
+    Args:
+        message: in onebitd's own words, with its next step; or both wordings of it.
+        quoted: what another program said, or a client; it follows the message.
+
+    Attributes:
+        wording: of the message, with and without those words.
+    """
 
     exit_status = 1
+
+    def __init__(self, message: str | Wording = "", *, quoted: str = "") -> None:
+        if isinstance(message, str):
+            message = Wording.of(message, quoted)
+        super().__init__(message.full)
+        self.wording = message
 
 
 class UsageError(OnebitError):
@@ -92,7 +110,8 @@ class BackendRefused(BackendError):
     """
 
     def __init__(self, status: int, message: str) -> None:
-        super().__init__(f"{message} (status {status})")
+        brief = Wording.of(f"the decoder refused it with status {status}", message).brief
+        super().__init__(Wording(f"{message} (status {status})", brief))
         self.status = status
         self.message = message
 
@@ -106,14 +125,28 @@ class HandoffError(OnebitError):
 
     Args:
         reason: one word of the closed list.
-        detail: a sentence for the log, the client and the provider's author.
+        detail: a sentence for the log, the client and the provider's author, in onebitd's own
+            words; or both wordings of it, those of the error that it comes from, for instance.
+        quoted: what another program said; it follows the sentence.
         slot_touched: True once slot 0 may hold something of the failed handoff.
+
+    Attributes:
+        detail: with what was quoted.
+        why: both wordings of the detail.
     """
 
-    def __init__(self, reason: Reason, detail: str, *, slot_touched: bool = False) -> None:
-        super().__init__(f"{reason}: {detail}")
+    def __init__(
+        self,
+        reason: Reason,
+        detail: str | Wording,
+        *,
+        quoted: str = "",
+        slot_touched: bool = False,
+    ) -> None:
+        self.why = Wording.of(detail, quoted) if isinstance(detail, str) else detail
+        super().__init__(self.why.behind(f"{reason}: "))
         self.reason = reason
-        self.detail = detail
+        self.detail = self.why.full
         self.slot_touched = slot_touched
 
 
@@ -123,6 +156,7 @@ class RequestError(OnebitError):
     Args:
         status: HTTP status.
         message: for a person; names the object and the next step.
+        quoted: what another program or the client said; it follows the message.
         kind: llama-server's and OpenAI's error type words.
         retry_after_s: whole seconds for a Retry-After header.
         reason: the handoff record's reason, where there is one.
@@ -133,13 +167,14 @@ class RequestError(OnebitError):
         status: int,
         message: str,
         *,
+        quoted: str = "",
         kind: str = "invalid_request_error",
         retry_after_s: int | None = None,
         reason: Reason | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, quoted=quoted)
         self.status = status
-        self.message = message
+        self.message = self.wording.full
         self.kind = kind
         self.retry_after_s = retry_after_s
         self.reason = reason

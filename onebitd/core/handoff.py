@@ -10,6 +10,8 @@ import dataclasses
 import enum
 from typing import Any, Final
 
+from onebitd.core.wording import Wording
+
 
 class Outcome(enum.StrEnum):
     """How one request on the handoff route ended."""
@@ -127,6 +129,12 @@ class HandoffRecord:
     provider: str | None = None
     started_s: float | None = dataclasses.field(default=None, repr=False, compare=False)
     """The monotonic clock at the start: not one of `FIELDS`."""
+    brief: str | None = dataclasses.field(default=None, repr=False, compare=False)
+    """`detail` without words of other programs: not one of `FIELDS`."""
+
+    def set_detail(self, why: Wording | None) -> None:
+        """Set `detail`, and what is kept of it."""
+        self.detail, self.brief = (None, None) if why is None else (why.full, why.brief)
 
     def since_start_ms(self, now_s: float) -> float | None:
         """Return the time from the start, None for a trial run, which is nobody's request."""
@@ -144,6 +152,18 @@ class HandoffRecord:
             elif isinstance(value, enum.StrEnum):
                 value = value.value
             found[name] = value
+        return found
+
+    def kept_fields(self) -> dict[str, Any]:
+        """Return the fields as they are kept on disk: nothing that another program said.
+
+        A detail of which it is not known what onebitd says itself is left out.
+        """
+        found = self.fields()
+        if self.brief is not None:
+            found["detail"] = self.brief
+        else:
+            found.pop("detail", None)
         return found
 
     def line(self) -> str:
@@ -173,7 +193,9 @@ class HandoffRecord:
 
 
 FIELDS: Final = tuple(
-    field.name for field in dataclasses.fields(HandoffRecord) if field.name != "started_s"
+    field.name
+    for field in dataclasses.fields(HandoffRecord)
+    if field.name not in ("started_s", "brief")
 )
 """Names of the fields, in the order in which they are told."""
 
@@ -219,4 +241,18 @@ def decode_speed(reply_tokens: float | None, decode_ms: float | None) -> float |
     return speed if speed < _MOST_TOKENS_PER_S else None
 
 
+def prefill_speed(tokens: float | None, took_ms: float | None) -> float | None:
+    """Return the tokens a second of a prefill; None where that is none.
+
+    >>> prefill_speed(300, 150.0), prefill_speed(1, 150.0)
+    (2000.0, None)
+    """
+    # Less than a microsecond is no figure, and its speed would spoil a sum for ever.
+    if tokens is None or not took_ms or took_ms <= 1e-3 or tokens < LEAST_SPEED_TOKENS:
+        return None
+    return tokens / took_ms * 1000.0
+
+
+LEAST_SPEED_TOKENS: Final = 32
+"""A shorter prefill has no speed worth telling: most of it is what any prefill begins with."""
 _MOST_TOKENS_PER_S: Final = 1e9

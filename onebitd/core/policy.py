@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Final
 
 from onebitd.core.config import Policy
 from onebitd.core.handoff import Reason, Route
 from onebitd.core.plans import HandOff, Plan, Skip
 from onebitd.core.state_layout import KvSection, Layout
 from onebitd.core.weighing import Outlook, weigh
+from onebitd.core.wording import Wording
 
 __all__ = ["HandOff", "Knowledge", "Plan", "Skip", "erase_heals", "plan", "plan_without_prompt"]
+
+_UNSUPPORTED: Final = "this decoder's state cannot be handed over; `onebitctl status` says why"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class Knowledge:
     device: str
     unsupported: str | None
     min_tokens: int
-    out_of_service: str | None = None
+    out_of_service: Wording | None = None
     not_reused: str | None = None
 
 
@@ -45,9 +49,10 @@ def plan_without_prompt(known: Knowledge) -> Skip | None:
     if known.policy is Policy.NEVER:
         return Skip(Reason.POLICY, "the policy is never")
     if known.unsupported is not None:
-        return Skip(Reason.UNSUPPORTED_MODEL, known.unsupported)
+        # It may quote the decoder.
+        return Skip(Reason.UNSUPPORTED_MODEL, known.unsupported, brief=_UNSUPPORTED)
     if known.out_of_service is not None:
-        return Skip(Reason.BREAKER_OPEN, known.out_of_service)
+        return Skip.because(Reason.BREAKER_OPEN, known.out_of_service)
     if known.not_reused is not None:
         return Skip(Reason.NOT_REUSED, known.not_reused)
     return None

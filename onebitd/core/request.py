@@ -43,9 +43,15 @@ class Ids:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NotText:
-    """Cannot be handed off; `detail` is a sentence."""
+    """Cannot be handed off.
+
+    Attributes:
+        detail: a sentence.
+        brief: the sentence without words of the client's; None: it has none.
+    """
 
     detail: str
+    brief: str | None = None
 
 
 Prompt = Chat | Text | Ids | NotText
@@ -91,7 +97,7 @@ def _refused_by_field(body: Mapping[str, Any]) -> NotText | None:
     if body.get("cache_prompt", True) is False:
         return NotText("cache_prompt is false")
     if body.get("n", 1) not in (1, None):
-        return NotText(f"n is {str(body['n'])[:20]}")
+        return NotText(f"n is {str(body['n'])[:20]}", "n is not 1")
     if body.get("lora"):
         return NotText("the request sets LoRA adapters of its own")
     if body.get("image_data") or body.get("multimodal_data"):
@@ -109,8 +115,9 @@ def _chat(body: Mapping[str, Any]) -> Prompt:
             continue
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else None
-            if kind not in _TEXT_PARTS:
-                return NotText(f"a message has a part of type {str(kind)[:40]}, not text")
+            if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+                of_type = f"a message has a part of type {str(kind)[:40]}, not text"
+                return NotText(of_type, "a message has a part that is not text")
     return Chat()
 
 

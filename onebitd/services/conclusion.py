@@ -8,8 +8,9 @@ from typing import Any
 import trio
 
 from onebitd.core import policy, sse
-from onebitd.core.errors import BackendError, HandoffError, RequestError
+from onebitd.core.errors import BackendError, HandoffError, OnebitError, RequestError
 from onebitd.core.handoff import HandoffRecord, Outcome, Reason, outcome_of_reply
+from onebitd.core.wording import Wording
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Ending:
     phase: str
     by_operator: bool
     client_gone: bool
-    strict_detail: str | None
+    strict_detail: Wording | None
     broken_off: BackendError | None
     failure: HandoffError | None
     skip: policy.Skip | None
@@ -57,13 +58,15 @@ def conclude(record: HandoffRecord, ending: Ending) -> None:
     ):
         record.prompt_tokens = record.cached_tokens + record.evaluated_tokens
     if ending.error is not None and not _left_with_everything(ending.error, ending):
-        record.outcome, record.reason, record.detail = _of_error(ending.error, ending)
+        record.outcome, record.reason, why = _of_error(ending.error, ending)
+        record.set_detail(why)
     elif (handed := _decoded_from(ending)) is not None:
         record.outcome = outcome_of_reply(handed, record.cached_tokens, record.evaluated_tokens)
         if record.evaluated_tokens is None:
-            record.detail = "the decoder's reply said nothing about its prompt"
+            record.set_detail(Wording.of("the decoder's reply said nothing about its prompt"))
     else:
-        record.outcome, record.reason, record.detail = _of_reply(ending)
+        record.outcome, record.reason, why = _of_reply(ending)
+        record.set_detail(why)
 
 
 def _decoded_from(ending: Ending) -> int | None:
@@ -76,33 +79,42 @@ def _left_with_everything(error: BaseException, ending: Ending) -> bool:
     return ending.whole and ending.client_gone and not ending.by_operator and _is_cancel(error)
 
 
-def _of_error(error: BaseException, ending: Ending) -> tuple[Outcome, Reason, str]:
+def _of_error(error: BaseException, ending: Ending) -> tuple[Outcome, Reason, Wording]:
     if isinstance(error, RequestError):
-        detail = ending.strict_detail or error.message
-        return Outcome.FAILED, error.reason or Reason.INTERNAL, detail
+        why = ending.strict_detail or error.wording
+        return Outcome.FAILED, error.reason or Reason.INTERNAL, why
     if _is_cancel(error):
         if ending.by_operator:
             where = f"the operator cancelled it in phase {ending.phase}"
-            return Outcome.CANCELLED, Reason.OPERATOR, where
+            return Outcome.CANCELLED, Reason.OPERATOR, Wording.of(where)
         if ending.client_gone:
             where = f"the client left in phase {ending.phase}"
-            return Outcome.CANCELLED, Reason.CLIENT_GONE, where
-        return Outcome.CANCELLED, Reason.DRAINING, "onebitd stopped before its end"
+            return Outcome.CANCELLED, Reason.CLIENT_GONE, Wording.of(where)
+        stopped = Wording.of("onebitd stopped before its end")
+        return Outcome.CANCELLED, Reason.DRAINING, stopped
     reason = Reason.BACKEND_DOWN if isinstance(error, BackendError) else Reason.INTERNAL
-    return Outcome.FAILED, reason, str(error) or type(error).__name__
+    return Outcome.FAILED, reason, _wording_of(error)
 
 
-def _of_reply(ending: Ending) -> tuple[Outcome, Reason, str]:
+def _wording_of(error: BaseException) -> Wording:
+    """Nobody knows what an error of a library says: a KeyError its key, for instance."""
+    if isinstance(error, OnebitError):
+        return error.wording
+    kind, text = type(error).__name__, str(error)
+    return Wording(text or kind, Wording.of(kind, text).brief)
+
+
+def _of_reply(ending: Ending) -> tuple[Outcome, Reason, Wording]:
     if ending.broken_off is not None:
-        return Outcome.FAILED, Reason.BACKEND_DOWN, str(ending.broken_off)
+        return Outcome.FAILED, Reason.BACKEND_DOWN, ending.broken_off.wording
     if ending.failure is not None:
-        return Outcome.FALLBACK, ending.failure.reason, ending.failure.detail
+        return Outcome.FALLBACK, ending.failure.reason, ending.failure.why
     if ending.handed is not None:
-        detail = f"the decoder refused the request with status {ending.status}"
-        return Outcome.FAILED, Reason.BACKEND_REFUSED, detail
+        why = Wording.of(f"the decoder refused the request with status {ending.status}")
+        return Outcome.FAILED, Reason.BACKEND_REFUSED, why
     if ending.skip is not None:
-        return Outcome.SKIPPED, ending.skip.reason, ending.skip.detail
-    return Outcome.FAILED, Reason.INTERNAL, "the request ended before it began"
+        return Outcome.SKIPPED, ending.skip.reason, ending.skip.why
+    return Outcome.FAILED, Reason.INTERNAL, Wording.of("the request ended before it began")
 
 
 def _is_cancel(error: BaseException) -> bool:

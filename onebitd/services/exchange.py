@@ -23,6 +23,7 @@ from onebitd.adapters.llama_server import Reply
 from onebitd.core import policy, request, sse
 from onebitd.core.config import Policy
 from onebitd.core.control_api import rfc3339
+from onebitd.core.endings import DECODERS_ANSWER
 from onebitd.core.errors import (
     BackendError,
     BackendGone,
@@ -36,6 +37,7 @@ from onebitd.core.prompt_hash import prompt_hash
 from onebitd.core.slot_content import Prompt
 from onebitd.core.state_layout import Layout
 from onebitd.core.weighing import Outlook, is_overtaken
+from onebitd.core.wording import Wording
 from onebitd.services.admission import Ticket
 from onebitd.services.conclusion import Ending, conclude
 from onebitd.services.lessons import Lessons
@@ -107,7 +109,7 @@ class Exchange:
         self._forwarded: tuple[bytes, bytes, Headers, bytes] | None = None
         self._generation = -1
         self._tries = 0
-        self._strict_detail: str | None = None
+        self._strict_detail: Wording | None = None
         self._broken_off: BackendError | None = None
         self._evidence: _Evidence | None = None
         self._prompt: Prompt | None = None
@@ -169,16 +171,16 @@ class Exchange:
             await self._hand_over(facts, ticket, body)
         except HandoffError as error:
             self._failure = self.lessons.failed(error)
-            self._raise_if_strict(self._failure.reason, self._failure.detail)
+            self._raise_if_strict(self._failure.reason, self._failure.why)
         # A restore or an adoption is carried out whatever happens to the request meanwhile.
         await trio.lowlevel.checkpoint_if_cancelled()
         skip = self._skip
         # A prompt that does not fit, or that the decoder cannot read, gets the decoder's own words.
-        its_own = (Reason.TOO_LONG, Reason.BACKEND_REFUSED)
-        if self._policy is Policy.STRICT and skip is not None and skip.reason not in its_own:
-            brief = handoffs.out_of_service_brief
-            is_for_all = skip.reason is not Reason.BREAKER_OPEN or brief is None
-            self._raise_if_strict(skip.reason, skip.detail, None if is_for_all else brief)
+        strict = self._policy is Policy.STRICT
+        if strict and skip is not None and skip.reason not in DECODERS_ANSWER:
+            why = skip.why
+            others = skip.reason is Reason.BREAKER_OPEN  # it may quote their prompts
+            self._raise_if_strict(skip.reason, why, why.brief if others else None)
         with self._waiting("queue_ms", ticket):
             await ticket.wait_slot()
         if self._handed is None:
@@ -199,14 +201,14 @@ class Exchange:
         await self._wait_replaced(error)
         return await self._forward()
 
-    def _raise_if_strict(self, reason: Reason, detail: str, told: str | None = None) -> None:
+    def _raise_if_strict(self, reason: Reason, why: Wording, told: str | None = None) -> None:
         """Refuse the request if a failed handoff is an error; `told` is what its client may see."""
         strict = self._policy is Policy.STRICT
         if strict or self._config.handoff.on_failure == "error":
-            self._strict_detail = detail  # the record has a field for the reason already
+            self._strict_detail = why  # the record has a field for the reason already
             raise RequestError(
                 502,
-                f"the handoff failed ({reason}: {told or detail})",
+                f"the handoff failed ({reason}: {told or why.full})",
                 kind="handoff_error",
                 reason=reason,
             )
@@ -254,7 +256,7 @@ class Exchange:
         """Say whether the provider failed others while this prompt waited; `_skip` says so then."""
         why = self._handoffs.out_of_service
         if why is not None:
-            self._skip_it(policy.Skip(Reason.BREAKER_OPEN, why))
+            self._skip_it(policy.Skip.because(Reason.BREAKER_OPEN, why))
         return why is not None
 
     def _skip_it(self, plan: policy.Skip) -> None:
@@ -286,8 +288,8 @@ class Exchange:
         prompt = self._parsed.prompt
         try:
             match prompt:
-                case request.NotText(detail):
-                    self._skip = policy.Skip(Reason.NOT_TEXT, detail)
+                case request.NotText(detail, brief):
+                    self._skip = policy.Skip(Reason.NOT_TEXT, detail, brief=brief)
                     return None
                 case request.Ids(ids):
                     return Prompt(ids)
@@ -305,7 +307,7 @@ class Exchange:
             self._skip = policy.Skip(Reason.BACKEND_REFUSED, refused)
             return None
         except BackendError as error:
-            raise HandoffError(Reason.BACKEND_DOWN, str(error)) from error
+            raise HandoffError(Reason.BACKEND_DOWN, error.wording) from error
 
     async def _tokenize(
         self, facts: BackendFacts, ticket: Ticket, content: str | list[int | str]
@@ -455,7 +457,7 @@ class Exchange:
         except HandoffError as error:
             if error.reason is not Reason.BREAKER_OPEN:
                 raise
-            self._skip_it(policy.Skip(Reason.BREAKER_OPEN, error.detail))
+            self._skip_it(policy.Skip.because(Reason.BREAKER_OPEN, error.why))
             return None
         if isinstance(result, Prefilled):
             self.lessons.run_ended(
@@ -496,7 +498,8 @@ class Exchange:
             # A state that passed every check and still breaks the decoder: prefill after all.
             detail = await _error_text(reply)
             reply.close()
-            self._lost(Reason.BAD_STATE, f"the decoder failed on the restored prompt: {detail}")
+            why = Wording.of("the decoder failed on the restored prompt", detail)
+            self._lost(Reason.BAD_STATE, why)
             if self.record.route is Route.SHARED:
                 # Nobody has looked at every value there.
                 self._handoffs.supervisor.kill(
@@ -517,7 +520,8 @@ class Exchange:
 
     async def _wait_replaced(self, error: BackendError) -> None:
         self._tries += 1
-        self._lost(Reason.BACKEND_DOWN, f"the decoder died under this request: {error}")
+        why = error.wording.behind("the decoder died under this request: ")
+        self._lost(Reason.BACKEND_DOWN, why)
         if self._tries == _TRIES:
             raise RequestError(
                 503,
@@ -532,10 +536,10 @@ class Exchange:
             self._note_status(_HUNG_UP)
             raise
 
-    def _lost(self, reason: Reason, detail: str) -> None:
+    def _lost(self, reason: Reason, why: str | Wording) -> None:
         """The handoff, if there was one, is of no use any more."""
         if self._failure is None and (self._handed is not None or self._skip is None):
-            self._failure = HandoffError(reason, detail)
+            self._failure = HandoffError(reason, why)
         self._handed = None
 
     def observe(self, data: bytes) -> None:

@@ -96,17 +96,17 @@ class FileRoute:
                 restored = await facts.server.restore(prefilled.name)
             except BackendRefused as error:
                 await self._make_safe(facts, "a refused restore")
-                raise HandoffError(Reason.RESTORE_REFUSED, str(error)) from error
+                raise HandoffError(Reason.RESTORE_REFUSED, error.wording) from error
             except BackendTimeout as error:
                 self._supervisor.kill(f"it did not answer a restore: {error}")
-                raise HandoffError(Reason.BACKEND_DOWN, str(error)) from error
+                raise HandoffError(Reason.BACKEND_DOWN, error.wording) from error
             except BackendGone as error:
                 raise HandoffError(
                     Reason.BACKEND_DOWN, "the decoder died while it restored the state"
                 ) from error
             except BackendError as error:
                 await self._make_safe(facts, "an unreadable answer to a restore")
-                raise HandoffError(Reason.RESTORE_REFUSED, str(error)) from error
+                raise HandoffError(Reason.RESTORE_REFUSED, error.wording) from error
             if restored.n_restored != count or restored.n_read != prefilled.size:
                 await self._make_safe(facts, "a short restore")
                 raise HandoffError(

@@ -30,6 +30,7 @@ from onebitd.core.errors import (
 )
 from onebitd.core.handoff import HandoffRecord, Reason, Route
 from onebitd.core.reuse import Reuse
+from onebitd.core.wording import Wording
 from onebitd.services.admission import Admission, Ticket
 from onebitd.services.audit import Audits
 from onebitd.services.cost_keeper import CostKeeper
@@ -127,14 +128,13 @@ class Handoffs:
         return self.runs.state
 
     @property
-    def out_of_service(self) -> str | None:
-        """Why the provider is not called, None while it is."""
-        return self.audits.out_of_service or self.breaker.out_of_service
+    def out_of_service(self) -> Wording | None:
+        """Why the provider is not called, None while it is.
 
-    @property
-    def out_of_service_brief(self) -> str | None:
-        """The same without the provider's last words: they may quote somebody else's prompt."""
-        return self.audits.out_of_service or self.breaker.brief
+        Its last words may quote somebody else's prompt.
+        """
+        drift = self.audits.out_of_service
+        return self.breaker.wording if drift is None else Wording.of(drift)
 
     @property
     def route_off(self) -> str | None:

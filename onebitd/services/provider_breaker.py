@@ -19,6 +19,7 @@ from onebitd.adapters.suspend_clock import SuspendWatch
 from onebitd.core.breaker import Breaker, BreakerStatus, FailureClass, State, classify
 from onebitd.core.control_api import rfc3339
 from onebitd.core.errors import HandoffError
+from onebitd.core.wording import Wording
 
 log = structlog.get_logger()
 
@@ -69,16 +70,22 @@ class ProviderBreaker:
     # What a request and the status ask.
 
     @property
-    def out_of_service(self) -> str | None:
+    def wording(self) -> Wording | None:
         """Why the provider is not called, None while it is."""
         self._see_stuck()
-        return self._breaker.sentence(trio.current_time())
+        return self._breaker.wording(trio.current_time())
+
+    @property
+    def out_of_service(self) -> str | None:
+        """The sentence with the provider's words, for those who run it."""
+        wording = self.wording
+        return None if wording is None else wording.full
 
     @property
     def brief(self) -> str | None:
-        """The same without the provider's words, which may quote a prompt: for everybody."""
-        self._see_stuck()
-        return self._breaker.sentence(trio.current_time(), with_last_words=False)
+        """The sentence without the provider's words, which may quote a prompt: for everybody."""
+        wording = self.wording
+        return None if wording is None else wording.brief
 
     def status(self) -> BreakerStatus:
         """Return what `status` shows."""
@@ -206,10 +213,8 @@ class ProviderBreaker:
             kind = FailureClass.WEDGED
         if kind is not FailureClass.DENIED or (more := self._refusal(error.detail)) is None:
             return kind, error
-        told = HandoffError(
-            error.reason, f"{error.detail}; {more}", slot_touched=error.slot_touched
-        )
-        return kind, told
+        why = error.why + f"; {more}"
+        return kind, HandoffError(error.reason, why, slot_touched=error.slot_touched)
 
     def _see_stuck(self) -> None:
         """A run whose client has left may be stuck, too, and then no failure was noted."""

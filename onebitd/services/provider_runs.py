@@ -26,6 +26,7 @@ from onebitd.core.errors import HandoffError
 from onebitd.core.handoff import HandoffRecord, Reason
 from onebitd.core.state_data import Baseline
 from onebitd.core.state_layout import Layout
+from onebitd.core.wording import Wording
 from onebitd.services.admission import Ticket
 from onebitd.services.child_output import ChildOutput
 
@@ -256,7 +257,7 @@ class ProviderRuns:
         ticket: Ticket,
         config: Config,
         baseline: Baseline | None = None,
-        refusal: Callable[[], str | None] = lambda: None,
+        refusal: Callable[[], Wording | None] = lambda: None,
     ) -> Prefilled:
         """Have the provider prefill these tokens; the caller removes the state file.
 

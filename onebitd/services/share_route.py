@@ -29,6 +29,7 @@ from onebitd.core.errors import (
     HandoffError,
 )
 from onebitd.core.handoff import HandoffRecord, Reason
+from onebitd.core.wording import Wording
 from onebitd.services.admission import Ticket
 from onebitd.services.provider_runs import ProviderRuns, timed
 from onebitd.services.race import Overtaken
@@ -65,13 +66,14 @@ class ShareRoute:
         self._runs = runs
         self._socket_path = supervisor.directory / SHARE_SOCKET
         self._make_safe = make_safe
-        self._refused: tuple[int, str] | None = None
+        self._refused: tuple[int, Wording] | None = None
         self._paused_until = -math.inf
 
-    def refusal_of(self, facts: BackendFacts | None) -> str | None:
+    def refusal_of(self, facts: BackendFacts | None) -> Wording | None:
         """Return why this decoder is not asked to share: its own words, or a pause; else None."""
         if time.monotonic() < self._paused_until:
-            return f"it did not share within {_HANDSHAKE_S:g} s, and is asked again in a while"
+            why = f"it did not share within {_HANDSHAKE_S:g} s, and is asked again in a while"
+            return Wording.of(why)
         if facts is None or self._refused is None or self._refused[0] != facts.generation:
             return None
         return self._refused[1]
@@ -146,13 +148,13 @@ class ShareRoute:
                 await facts.server.erase()
             except BackendTimeout as error:
                 self._supervisor.kill(f"it did not answer an erase: {error}")
-                raise _gone(str(error)) from error
+                raise _gone(error.wording) from error
             except BackendGone as error:
-                raise _gone(f"the decoder died as its slot was emptied: {error}") from error
+                died = "the decoder died as its slot was emptied: "
+                raise _gone(error.wording.behind(died)) from error
             except BackendError as error:
-                raise HandoffError(
-                    Reason.SHARE_REFUSED, f"its slot could not be emptied: {error}"
-                ) from error
+                why = error.wording.behind("its slot could not be emptied: ")
+                raise HandoffError(Reason.SHARE_REFUSED, why) from error
 
     async def _share(self, facts: BackendFacts) -> Shared:
         """Do the handshake; the caller closes what came."""
@@ -209,15 +211,16 @@ class ShareRoute:
             if error.status == _CANNOT_EXPORT or (
                 error.status in _UNKNOWN_ACTION and _says_unknown(error)
             ):
-                self._refused = (facts.generation, str(error))
-            raise HandoffError(Reason.SHARE_REFUSED, str(error)) from error
+                self._refused = (facts.generation, error.wording)
+            raise HandoffError(Reason.SHARE_REFUSED, error.wording) from error
         except BackendTimeout as error:
             self._supervisor.kill(f"it did not answer a share: {error}")
-            raise HandoffError(Reason.BACKEND_DOWN, str(error)) from error
+            raise HandoffError(Reason.BACKEND_DOWN, error.wording) from error
         except BackendGone as error:
-            raise _gone(f"the decoder died as it was to share: {error}") from error
+            died = "the decoder died as it was to share: "
+            raise _gone(error.wording.behind(died)) from error
         except BackendError as error:
-            raise HandoffError(Reason.SHARE_REFUSED, str(error)) from error
+            raise HandoffError(Reason.SHARE_REFUSED, error.wording) from error
 
     async def _fill(
         self,
@@ -306,11 +309,11 @@ class ShareRoute:
                 adopted = await facts.server.adopt(tokens, shared.share_id)
             except BackendTimeout as error:
                 self._supervisor.kill(f"it did not answer an adopt: {error}")
-                raise HandoffError(Reason.BACKEND_DOWN, str(error)) from error
+                raise HandoffError(Reason.BACKEND_DOWN, error.wording) from error
             except BackendGone as error:
                 raise _gone("the decoder died while it adopted the prompt") from error
             except BackendError as error:
-                raise HandoffError(Reason.ADOPT_REFUSED, str(error)) from error
+                raise HandoffError(Reason.ADOPT_REFUSED, error.wording) from error
             if adopted is not None and adopted != len(tokens):
                 raise HandoffError(
                     Reason.ADOPT_REFUSED, f"the decoder adopted {adopted} of {len(tokens)} tokens"
@@ -341,7 +344,7 @@ def _agreed(received: list[Shared | HandoffError], answered: list[int | None]) -
     return shared
 
 
-def _gone(detail: str) -> HandoffError:
+def _gone(detail: str | Wording) -> HandoffError:
     return HandoffError(Reason.BACKEND_DOWN, detail)
 
 
@@ -355,7 +358,7 @@ def _checked_layout(shared: Shared, n_tokens: int) -> share_layout.ShareLayout |
         layout = share_layout.parse(shared.header)
     except share_layout.ShareLayoutError as error:
         raise HandoffError(
-            Reason.SHARE_HANDSHAKE, f"the decoder's share message: {error}"
+            Reason.SHARE_HANDSHAKE, "the decoder's share message", quoted=str(error)
         ) from error
     if layout is None:
         return None

@@ -12,6 +12,7 @@ from onebitd.core.handoff import (
     Route,
     outcome_of_reply,
 )
+from onebitd.core.wording import Wording
 
 
 def record(**fields: object) -> HandoffRecord:
@@ -25,6 +26,36 @@ def record(**fields: object) -> HandoffRecord:
         "prompt_tokens": 307,
     }
     return HandoffRecord(**{**base, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("why", "shown", "kept"),
+    [
+        (None, None, None),
+        (Wording.of("status 3"), "status 3", "status 3"),
+        (
+            *(Wording.of("status 3", "my secret"), "status 3: my secret"),
+            "status 3; its words are in the log",
+        ),
+    ],
+)
+def test_record_kept_fields_have_the_detail_without_words_of_others(
+    why: Wording | None, shown: str | None, kept: str | None
+) -> None:
+    """The log and the control socket have them, the disk has not; everything else is the same."""
+    one = record(outcome=Outcome.FALLBACK, reason=Reason.PROVIDER_EXIT)
+    one.set_detail(why)
+    fields, on_disk = one.fields(), one.kept_fields()
+    assert (fields.pop("detail", None), on_disk.pop("detail", None)) == (shown, kept)
+    assert fields == on_disk
+    assert "brief" not in fields
+
+
+def test_record_kept_fields_leave_a_detail_out_that_nobody_has_looked_at() -> None:
+    """Who sets a detail and says nothing about whose words it has does no harm."""
+    one = record(detail="status 3: my secret")
+    assert "detail" in one.fields()
+    assert "detail" not in one.kept_fields()
 
 
 @pytest.mark.parametrize(

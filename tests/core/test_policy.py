@@ -18,10 +18,23 @@ from onebitd.core.policy import (
 )
 from onebitd.core.state_layout import KvSection, Layout, RecrSection, Rows
 from onebitd.core.weighing import Outlook, weigh
+from onebitd.core.wording import Wording
 
 KNOWN = Knowledge(
     policy=Policy.AUTO, has_provider=True, device="hybrid", unsupported=None, min_tokens=1
 )
+
+
+def test_plan_skip_has_a_sentence_without_words_of_decoder_and_provider() -> None:
+    """What they said helps whoever asks now, and is not for the disk."""
+    last = Wording("crash, last: 'my secret'", "crash")
+    for changes in ({"unsupported": "it says: 'my secret'"}, {"out_of_service": last}):
+        decided = plan_without_prompt(dataclasses.replace(KNOWN, **changes))
+        assert decided is not None
+        assert "my secret" in decided.why.full
+        assert decided.why.full == decided.detail
+        assert decided.why.brief
+        assert "secret" not in decided.why.brief
 
 
 @pytest.mark.parametrize("policy", [Policy.AUTO, Policy.ALWAYS, Policy.STRICT])
@@ -40,7 +53,7 @@ def test_plan_whatever_can_be_handed_off_is(policy: Policy, tokens: int) -> None
         ({"device": "cpu"}, 100, 4096, Reason.POLICY),
         ({"device": "hrx"}, 100, 4096, Reason.POLICY),
         ({"unsupported": "why"}, 100, 4096, Reason.UNSUPPORTED_MODEL),
-        ({"out_of_service": "3 audits found drift"}, 100, 4096, Reason.BREAKER_OPEN),
+        ({"out_of_service": Wording.of("it hangs")}, 100, 4096, Reason.BREAKER_OPEN),
         ({"not_reused": "evaluated again"}, 100, 4096, Reason.NOT_REUSED),
         ({}, 1, 4096, Reason.TOO_SHORT),
         ({}, 0, 4096, Reason.TOO_SHORT),
@@ -92,7 +105,7 @@ def test_plan_only_auto_weighs(policy: Policy, outlook: Outlook) -> None:
     ("changes", "reason"),
     [
         ({"min_tokens": 101}, Reason.TOO_SHORT),
-        ({"out_of_service": "it hangs"}, Reason.BREAKER_OPEN),
+        ({"out_of_service": Wording.of("it hangs")}, Reason.BREAKER_OPEN),
         ({"not_reused": "evaluated again"}, Reason.NOT_REUSED),
         ({"unsupported": "why"}, Reason.UNSUPPORTED_MODEL),
     ],

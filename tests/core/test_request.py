@@ -94,6 +94,23 @@ def test_parse_anything_else_says_why(path: str, body: dict[str, Any], word: str
     assert word in prompt.detail
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        chat(n="my secret"),
+        {"messages": [{"role": "user", "content": [{"type": "my secret"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": {"my": "secret"}}]}]},
+    ],
+)
+def test_parse_a_clients_words_are_in_one_of_two_sentences(body: dict[str, Any]) -> None:
+    """Whoever puts a prompt into the wrong field does not have it kept on disk."""
+    prompt = request.parse(CHAT_PATH, json.dumps(body).encode()).prompt
+    assert isinstance(prompt, NotText)
+    assert "secret" in prompt.detail
+    assert prompt.brief
+    assert "secret" not in prompt.brief
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'"a"', b"\xff", b"[" * 100_000])
 def test_parse_not_an_object_is_the_decoders_to_refuse(body: bytes) -> None:
     """A broken body is no error here, and never raises."""

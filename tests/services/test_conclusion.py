@@ -9,8 +9,9 @@ import pytest
 import trio
 
 from onebitd.core import policy
-from onebitd.core.errors import BackendGone, HandoffError, RequestError
+from onebitd.core.errors import BackendGone, BackendRefused, HandoffError, RequestError
 from onebitd.core.handoff import HandoffRecord, Reason
+from onebitd.core.wording import Wording
 from onebitd.services.conclusion import Ending, conclude
 
 NOTHING = Ending(
@@ -118,4 +119,68 @@ def test_conclude_without_figures_invents_none() -> None:
 def test_conclude_strict_detail_takes_the_place_of_what_the_client_is_told() -> None:
     """The client's message may be briefer than what the log is told."""
     told = RequestError(502, "the handoff failed", reason=Reason.PROVIDER_EXIT)
-    assert ended(error=told, strict_detail="status 3: no device").detail == "status 3: no device"
+    record = ended(error=told, strict_detail=Wording.of("status 3", "no device"))
+    assert record.detail == "status 3: no device"
+
+
+QUOTED = "it says 'my secret'"
+
+
+@pytest.mark.parametrize(
+    ("happened", "brief"),
+    [
+        (
+            {"failure": HandoffError(Reason.PROVIDER_EXIT, "status 3", quoted=QUOTED)},
+            "status 3; its words are in the log",
+        ),
+        (
+            {"failure": HandoffError(Reason.BAD_STATE, BackendRefused(400, "my secret").wording)},
+            "the decoder refused it with status 400; its words are in the log",
+        ),
+        (
+            {"skip": policy.Skip(Reason.NOT_TEXT, "n is my secret", brief="n is not 1")},
+            "n is not 1",
+        ),
+        (
+            {"broken_off": BackendGone("the reply broke off", quoted=QUOTED)},
+            "the reply broke off; its words are in the log",
+        ),
+        (
+            {"error": BackendRefused(500, "my secret")},
+            "the decoder refused it with status 500; its words are in the log",
+        ),
+        (
+            {"error": RequestError(400, "it cannot be passed on", quoted=QUOTED)},
+            "it cannot be passed on; its words are in the log",
+        ),
+        (
+            {
+                "error": RequestError(502, "the handoff failed: my secret"),
+                "strict_detail": Wording.of("status 3", "my secret"),
+            },
+            "status 3; its words are in the log",
+        ),
+        ({"error": KeyError("my secret")}, "KeyError; its words are in the log"),
+    ],
+)
+def test_conclude_what_is_kept_has_no_words_of_others(happened: Any, brief: str) -> None:
+    """They may quote a prompt: whoever asks now is told them, the disk is not."""
+    record = ended(**happened)
+    assert "my secret" in str(record.detail)
+    assert record.brief == brief
+
+
+@pytest.mark.parametrize("handed", [None, 306])
+def test_conclude_own_words_are_kept_as_they_are(handed: int | None) -> None:
+    """Most sentences are onebitd's own."""
+    for happened in (
+        {"error": CANCEL, "client_gone": True},
+        {"error": CANCEL, "by_operator": True},
+        {"error": CANCEL},
+        {"status": 400},
+        {"status": 200},
+        {"skip": policy.Skip(Reason.POLICY, "the policy is never")},
+        {"failure": FAILURE},
+    ):
+        record = ended(handed=handed, **happened)
+        assert record.brief == record.detail

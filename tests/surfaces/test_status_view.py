@@ -17,6 +17,7 @@ from onebitd.core.control_api import AuditStatus, LastExit, PolicyStatus
 from onebitd.core.costs import Costs
 from onebitd.core.handoff import Route
 from onebitd.core.recent_handoffs import LOOKED_AT
+from onebitd.core.wording import Wording
 from onebitd.services.admission import Admission
 from onebitd.services.history import History
 from onebitd.services.share_route import ShareRoute
@@ -216,7 +217,7 @@ def test_status_provider_shared_is_the_route_as_this_decoder_has_it(
     """`provider.shared` on the control socket; what an earlier decoder refused is forgotten."""
     found = status_view(tmp_path, {}, {"handoff": {"share": share}})
     if refused_by is not None:
-        found._handoffs.shares._refused = (refused_by, "it cannot export")
+        found._handoffs.shares._refused = (refused_by, Wording.of("it cannot export"))
     assert found.status().to_json()["provider"]["shared"] == shared
 
 
