@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import sqlite3
 from collections.abc import Iterator
 from typing import Final
 
+from onebitd.adapters.accounts import user_name
 from onebitd.core.errors import OnebitError
 
 
@@ -90,9 +90,6 @@ def too_new(path: str | os.PathLike[str], version: int, known: int) -> HistoryTo
 
 def _denied(path: str | os.PathLike[str], verb: str) -> str:
     owner = ""
-    try:
-        uid = os.stat(path).st_uid
-        owner = f": it belongs to {pwd.getpwuid(uid).pw_name}"
-    except (OSError, KeyError):
-        pass
+    with contextlib.suppress(OSError):
+        owner = f": it belongs to {user_name(os.stat(path).st_uid)}"
     return f"permission denied: {path} cannot be {verb}{owner}; use sudo, or be that user"

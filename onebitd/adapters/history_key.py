@@ -23,3 +23,9 @@ def load_key(path: Path) -> bytes:
     with contextlib.suppress(OSError):
         private_file.replace(path, key)
     return key
+
+
+def remove_key(path: Path) -> None:
+    """Remove the file, if it is there and may be removed."""
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -12,15 +12,16 @@ which SQLite makes like the file itself.
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import json
+import math
 import os
 import sqlite3
 import stat
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from onebitd.adapters import history_reading as reading
 from onebitd.adapters import history_schema as schema
@@ -34,10 +35,12 @@ from onebitd.adapters.history_errors import (
     NoHistory,
     translated,
 )
+from onebitd.adapters.history_pruning import PRUNE_RECORDS, Keep, Pruning
 from onebitd.adapters.history_reading import Row, read_records
-from onebitd.core.handoff_filter import HandoffFilter, parse_time
+from onebitd.core.handoff_filter import parse_time
 
 __all__ = [
+    "PRUNE_RECORDS",
     "HistoryDamaged",
     "HistoryDenied",
     "HistoryFileError",
@@ -52,21 +55,11 @@ __all__ = [
 
 KEPT_DAMAGED: Final = 2
 """So many damaged files are kept for looking into, the newest."""
-PRUNE_RECORDS: Final = 1000
-"""So many are deleted at once: nobody waits long for the file."""
 _BUSY_S: Final = 2.0
 _LOG_BYTES: Final = 4 << 20
-_SPARE_PAGES: Final = 512
-_FREED_PAGES: Final = 256
+_LOOK_EVERY_S: Final = 600.0
 _NEW_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _BESIDE: Final = ("-wal", "-shm")
-
-
-class Keep(NamedTuple):
-    """How much is kept: the newest records, of those that began at `oldest_ms` or later."""
-
-    records: int
-    oldest_ms: int
 
 
 class HistoryStore:
@@ -76,14 +69,20 @@ class HistoryStore:
 
     Args:
         path: its directory is made with it.
+
+    Attributes:
+        known_ms: from `open` on, a time that it was when its records were written; None without.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.known_ms: int | None = None
         self._connection: sqlite3.Connection | None = None
         self._inode = 0
         self._log = (0, 0)
-        self._count = self._last = 0
+        self._last = 0
+        self._pruning: Pruning
+        self._looked_at = -math.inf
         self._is_over = False
         self._lock = threading.Lock()
 
@@ -115,7 +114,8 @@ class HistoryStore:
             connection.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
             connection.execute("PRAGMA trusted_schema = OFF")
             schema.migrate(connection)
-            (self._count,) = connection.execute("SELECT count(*) FROM handoffs").fetchone()
+            self._pruning = Pruning(connection)
+            self.known_ms = self._pruning.known_ms()
             self._last = _last_id(connection)
             self._log = self._log_now()
             self._inode = self.path.lstat().st_ino
@@ -139,13 +139,15 @@ class HistoryStore:
         Raises:
             HistoryDamaged, HistoryFileError: see `open`.
         """
-        since = dt.datetime.fromtimestamp(keep.oldest_ms / 1000, dt.UTC)
-        wanted = HandoffFilter(limit=keep.records, since=since)
         with self._lock, self._closed_on_error("read"):
             connection = self._opened()
-            first = reading.first_id(connection, wanted)
-            rows = reading.page(connection, str(self.path), wanted, first, number=keep.records)
-            return [(key, reading.fields_of(str(self.path), text)) for key, text in rows]
+            rows = connection.execute(
+                # The plus keeps SQLite from sorting all that an index has found.
+                "SELECT id, record FROM handoffs WHERE +time_ms >= ? OR id > ?"
+                " ORDER BY id DESC LIMIT ?",
+                (keep.oldest_ms, self._pruning.first_kept(keep), keep.records),
+            ).fetchall()
+            return [(key, reading.fields_of(str(self.path), text)) for key, text in rows[::-1]]
 
     def write(self, rows: Sequence[Row], keep: Keep) -> bool:
         """Add records, all or none, and delete some that are too many or too old.
@@ -164,6 +166,7 @@ class HistoryStore:
             if not self._is_in_place():
                 raise NoHistory(f"{self.path}, or its log, is not there any more")
             reading.mend_index(self.path)
+            added = 0
             if values:
                 connection.execute("BEGIN IMMEDIATE")
                 if _last_id(connection) > self._last:
@@ -172,33 +175,23 @@ class HistoryStore:
                     "INSERT OR IGNORE INTO handoffs VALUES (?, ?, ?, ?, ?, ?)", values
                 )
                 connection.execute("COMMIT")
-                self._count += cursor.rowcount
+                added = cursor.rowcount
                 self._last = max(self._last, rows[-1][0])
-            is_more = self._prune(connection, keep)
+            is_more = self._pruning.step(keep, added)
+            self._prune_set_aside(keep)
             self._log = self._log_now()
             return is_more
 
-    def _prune(self, connection: sqlite3.Connection, keep: Keep) -> bool:
-        surplus = self._count - keep.records
-        deleted = 0
-        if surplus > 0:
-            deleted += connection.execute(
-                "DELETE FROM handoffs WHERE id IN (SELECT id FROM handoffs ORDER BY id LIMIT ?)",
-                (min(surplus, PRUNE_RECORDS),),
-            ).rowcount
-        old = connection.execute(
-            "DELETE FROM handoffs WHERE id IN"
-            " (SELECT id FROM handoffs WHERE time_ms < ? ORDER BY time_ms LIMIT ?)",
-            (keep.oldest_ms, PRUNE_RECORDS),
-        ).rowcount
-        self._count -= deleted + old
-        (spare,) = connection.execute("PRAGMA freelist_count").fetchone()
-        if spare > _SPARE_PAGES:  # a few are of use for the next records
-            connection.execute(f"PRAGMA incremental_vacuum({_FREED_PAGES})").fetchall()
-            (left,) = connection.execute("PRAGMA freelist_count").fetchone()
-            spare = left if left < spare else 0  # a file made by other means may not shrink
-        is_more = self._count > keep.records or old == PRUNE_RECORDS
-        return is_more or spare > _SPARE_PAGES
+    def _prune_set_aside(self, keep: Keep) -> None:
+        """Remove the damaged files whose records are all too old, now and then."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        for file in self._set_aside():
+            with contextlib.suppress(OSError):  # the next look may have more luck
+                if _changed_ms(file) < keep.oldest_ms:
+                    _remove(file)
 
     def close(self, *, for_good: bool = False) -> None:
         """Close the file; what its log holds goes into it.
@@ -300,6 +293,12 @@ class HistoryStore:
 def _last_id(connection: sqlite3.Connection) -> int:
     (last,) = connection.execute("SELECT max(id) FROM handoffs").fetchone()
     return int(last or 0)
+
+
+def _changed_ms(file: Path) -> float:
+    """Return when a file, or the log beside it, was last written."""
+    names = (file, Path(f"{file}{_BESIDE[0]}"))
+    return max((name.stat().st_mtime for name in names if name.exists()), default=math.inf) * 1000
 
 
 def _remove(file: Path) -> bool:

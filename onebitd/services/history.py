@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol, Self
 import trio
 
 from onebitd.core.control_api import HandoffCounts
+from onebitd.core.endings import SKIPS
 from onebitd.core.handoff import HandoffRecord, Outcome, Reason
 from onebitd.core.handoff_filter import HandoffFilter
 from onebitd.core.handoff_summary import summarise
@@ -26,7 +27,8 @@ FOLLOWER_RECORDS: Final = 256
 
 NOT_THE_PROVIDERS: Final = frozenset(
     {
-        *(Reason.BACKEND_DOWN, Reason.BACKEND_REFUSED),
+        *SKIPS,  # an error of a strict request's, for which nothing was tried
+        *(Reason.BACKEND_DOWN, Reason.BACKEND_REFUSED, Reason.QUEUE_FULL),
         *(Reason.CLIENT_GONE, Reason.OPERATOR, Reason.DRAINING),
     }
 )
@@ -42,7 +44,7 @@ class Archive(Protocol):
     """Where older records are; `services.history_keeper` is one. Numbers are the history's."""
 
     def put(self, number: int, fields: Fields) -> None:
-        """Take a record over; neither waits nor raises."""
+        """Take a record over, `HandoffRecord.kept_fields` of it; neither waits nor raises."""
 
     async def wait_loaded(self) -> None:
         """Wait until the history has the last records of an earlier daemon, but not for long."""
@@ -121,7 +123,7 @@ class History:
         self._is_whole &= len(self._records) < self.limit
         self._records.append((self._number, fields))
         if self._archive is not None:
-            self._archive.put(self._number, fields)
+            self._archive.put(self._number, record.kept_fields())
         for follower in self._followers:
             follower.offer(fields)
         for listener in self._listeners:

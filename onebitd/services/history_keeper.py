@@ -20,7 +20,7 @@ import structlog
 import trio
 
 from onebitd.adapters import history_reading as reading
-from onebitd.adapters.history_key import load_key
+from onebitd.adapters.history_key import load_key, remove_key
 from onebitd.adapters.history_store import (
     HistoryDamaged,
     HistoryFileError,
@@ -34,6 +34,7 @@ from onebitd.core import paths
 from onebitd.core.config import HistoryConfig
 from onebitd.core.handoff_filter import HandoffFilter
 from onebitd.core.handoff_summary import summarise
+from onebitd.core.history_age import AgeClock
 from onebitd.services.history import Fields, History
 from onebitd.services.late_writes import LateWrites
 
@@ -51,6 +52,7 @@ LOAD_WAIT_S: Final = 2.0
 """A question right after the start waits so long for what the file has."""
 _READERS: Final = 2
 _CLOSE_S: Final = 2.0
+_DAY_MS: Final = 86_400_000
 _PRUNE_PAUSE_S: Final = 0.05
 _GENTLE_RECORDS: Final = 20
 _GENTLE_S: Final = 0.0001
@@ -67,6 +69,7 @@ class HistoryKeeper:
         state: directory of the file.
         settings: how much is kept.
         now: the time, UTC.
+        steady_s: the time since the box booted, in seconds; see `core.history_age`.
     """
 
     def __init__(
@@ -75,11 +78,15 @@ class HistoryKeeper:
         state: Path,
         settings: HistoryConfig,
         now: Callable[[], dt.datetime] = lambda: dt.datetime.now(dt.UTC),
+        steady_s: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
     ) -> None:
         self._history = history
         self._store = HistoryStore(Path(paths.history_file(str(state))))
         self._settings = settings
         self._now = now
+        self._steady_s = steady_s
+        self._age: AgeClock | None = None
+        self._key = state / KEY_FILE
         self._pending: collections.deque[tuple[int, Fields]] = collections.deque()
         self._lost = 0
         self._offset: int | None = None
@@ -93,17 +100,30 @@ class HistoryKeeper:
         self._found_damage: HistoryDamaged | None = None
         self._writes = LateWrites(self._write, every_s=PRUNE_EVERY_S, retry_s=RETRY_S, at_once=True)
         self._readers = trio.CapacityLimiter(_READERS)
-        if settings.max_records:
-            history.hash_key = load_key(state / KEY_FILE)
+        self._take_key()
         history.attach(self)
 
     def reconfigure(self, settings: HistoryConfig) -> None:
         """Keep so much from now on; what is too much goes soon, in small steps."""
-        self._settings = settings
+        before, self._settings = self._settings, settings
+        if bool(before.max_records) is not bool(settings.max_records):
+            self._take_key()
         self._writes.touch()
 
+    def _take_key(self) -> None:
+        """Have the key of the file, before the first record for it; it goes with the file."""
+        if self._settings.max_records:
+            self._history.hash_key = load_key(self._key)
+        else:
+            remove_key(self._key)
+
     def put(self, number: int, fields: Fields) -> None:
-        """Have a record written soon; it must not change any more. Never waits."""
+        """Have a record written soon; it must not change any more. Never waits.
+
+        Args:
+            number: in the history.
+            fields: `HandoffRecord.kept_fields`, without words of other programs.
+        """
         if not self._settings.max_records:
             return
         if len(self._pending) >= MAX_PENDING:
@@ -170,6 +190,10 @@ class HistoryKeeper:
         last = await _in_thread(self._store.open)
         # Numbers go on even if the file is a new one, or another one.
         self._offset = max(self._offset or 0, last - self._written)
+        if self._age is None:
+            wall_ms, steady_ms = self._clocks_ms()
+            known_ms = self._store.known_ms
+            self._age = AgeClock(wall_ms if known_ms is None else known_ms, steady_ms)
         if not self._is_restored:
             rows = await _in_thread(partial(self._store.last, self._keep(self._history.limit)))
             offset = self._offset
@@ -178,8 +202,13 @@ class HistoryKeeper:
             self._loaded.set()
 
     def _keep(self, most: int = sys.maxsize) -> Keep:
-        oldest = self._now() - dt.timedelta(days=self._settings.max_age_days)
-        return Keep(min(most, self._settings.max_records), reading.time_ms_of(oldest))
+        clocks = self._clocks_ms()
+        now_ms = clocks[0] if self._age is None else self._age.now_ms(*clocks)
+        oldest_ms = now_ms - round(self._settings.max_age_days * _DAY_MS)
+        return Keep(min(most, self._settings.max_records), oldest_ms, now_ms)
+
+    def _clocks_ms(self) -> tuple[int, int]:
+        return reading.time_ms_of(self._now()), int(self._steady_s() * 1000)
 
     async def _remove(self) -> None:
         self._pending.clear()

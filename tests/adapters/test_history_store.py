@@ -21,6 +21,7 @@ import pytest
 
 from onebitd.adapters import history_reading as reading
 from onebitd.adapters import history_schema as schema
+from onebitd.adapters import history_store
 from onebitd.adapters.history_store import (
     KEPT_DAMAGED,
     PRUNE_RECORDS,
@@ -62,6 +63,11 @@ def stored(path: Path, records: list[reading.Row] | None = None) -> Iterator[His
         yield store
     finally:
         store.close()
+
+
+def time_of(number: int) -> int:
+    """Return when record `number` began, as the file has it."""
+    return reading.time_ms_of(parse_time(fields_of(number)["time"]))
 
 
 def numbers(path: Path, **wanted: Any) -> list[int]:
@@ -118,9 +124,53 @@ def test_store_more_than_are_kept_loses_the_oldest_step_by_step(tmp_path: Path) 
             steps += 1
         assert steps < 20
         assert numbers(path) == list(range(2 * PRUNE_RECORDS + PRUNE_RECORDS // 2 + 1, 3001))
-        oldest = reading.time_ms_of(parse_time(fields_of(2990)["time"]))
-        assert store.write([], Keep(10_000, oldest)) is False
+        assert store.write([], Keep(10_000, time_of(2990))) is False
         assert numbers(path) == list(range(2990, 3001))
+
+
+def test_store_record_of_a_wrong_clock_goes_with_those_around_it(tmp_path: Path) -> None:
+    """One of 1970, or of 2100, is neither too old at once nor the measure of the others."""
+    path = tmp_path / "h.db"
+    wrong = (3, fields_of(3, time="1970-01-01T00:00:00.000Z"))
+    ahead = (1, fields_of(1, time="2100-01-01T00:00:00.000Z"))
+    given = [ahead, (2, fields_of(2)), wrong, (4, fields_of(4))]
+    with stored(path, given) as store:
+        keep = Keep(9, time_of(2), time_of(9))
+        assert store.write([], keep) is False
+        assert store.last(keep) == given
+        keep = Keep(9, time_of(4), time_of(9))
+        assert store.last(keep) == [ahead, given[3]]
+        assert store.write([], keep) is False
+        assert numbers(path) == [1, 4]
+        assert store.write([], Keep(9, time_of(5), time_of(9))) is False
+        assert numbers(path) == [1]
+
+
+@pytest.mark.parametrize(("hours", "known"), [((0, 20, 40), 40), ((0, 20, 9000, 9001), 20)])
+def test_store_opened_knows_a_time_that_no_wrong_clock_said(
+    tmp_path: Path, hours: tuple[int, ...], known: int
+) -> None:
+    """That of the newest record, unless those of its day are alone and far from all others."""
+    path = tmp_path / "h.db"
+    records = [(number, fields_of(3600 * hour)) for number, hour in enumerate(hours, 1)]
+    with stored(path) as store:
+        assert store.known_ms is None
+        store.write(records, ALL)
+        store.open()
+        assert store.known_ms == time_of(3600 * known)
+
+
+def test_store_records_deleted_by_another_program_are_not_counted(tmp_path: Path) -> None:
+    """At the limit, what is written then stays; and a lower limit is come to."""
+    path = tmp_path / "h.db"
+    with stored(path, rows(1, 10)) as store:
+        store.write([], Keep(10, 0))
+        with contextlib.closing(sqlite3.connect(path)) as other, other:
+            other.execute("DELETE FROM handoffs")
+        assert store.write(rows(11, 13), Keep(10, 0)) is False
+        assert numbers(path) == [11, 12, 13]
+        assert store.write(rows(14, 14), Keep(2, 0)) is False
+        assert numbers(path) == [13, 14]
 
 
 def test_store_pruned_file_becomes_smaller(tmp_path: Path) -> None:
@@ -130,9 +180,11 @@ def test_store_pruned_file_becomes_smaller(tmp_path: Path) -> None:
         pass
     before = path.stat().st_size
     store.open()
+    steps = 1
     while store.write([], Keep(10, 0)):
-        pass
+        steps += 1
     store.close()
+    assert steps < 20, "many pages with each step"
     assert path.stat().st_size < before / 2
     assert numbers(path) == list(range(1991, 2001))
 
@@ -373,6 +425,29 @@ def test_store_damaged_files_kept_are_few(tmp_path: Path) -> None:
     assert HistoryStore(path).remove()
     assert not list(tmp_path.iterdir())
     assert not HistoryStore(path).remove()
+
+
+def test_store_damaged_file_goes_when_its_records_are_too_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept for looking into is kept no longer than the rest; its log counts, too."""
+    path = tmp_path / "h.db"
+    names = ("h.db.damaged-1", "h.db.damaged-2", "h.db.damaged-2-wal")
+    for name in names:
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time_of(3) / 1000, time_of(3) / 1000))
+    os.utime(tmp_path / names[2], (time_of(7) / 1000, time_of(7) / 1000))
+
+    def kept(oldest: int) -> list[str]:
+        store.write([], Keep(9, time_of(oldest)))
+        return sorted(file.name for file in tmp_path.glob("*.damaged-*"))
+
+    with stored(path) as store:
+        assert kept(5) == list(names), "it was looked a moment ago"
+        monkeypatch.setattr(history_store, "_LOOK_EVERY_S", 0.0)
+        assert kept(3) == list(names)
+        assert kept(5) == list(names[1:])
+        assert kept(8) == []
 
 
 def test_store_file_of_a_later_version_is_left_alone(tmp_path: Path) -> None:

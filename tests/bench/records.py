@@ -55,7 +55,7 @@ def records(number: int) -> list[HandoffRecord]:
         )
         for field in dataclasses.fields(record):
             if field.name.endswith("_ms"):
-                setattr(record, field.name, dice.uniform(0.1, 900.0))
+                setattr(record, field.name, round(dice.uniform(0.1, 900.0), 3))
         found.append(record)
     return found
 
@@ -77,6 +77,11 @@ async def kept_us(home: Path, some: list[HandoffRecord]) -> float:
         found = per_record_us(history, some)
         nursery.cancel_scope.cancel()
     return found
+
+
+def bytes_per_record(home: Path, number: int) -> float:
+    """Return the bytes of one of so many records in the file, its share of indexes included."""
+    return (home / "history.db").stat().st_size / number
 
 
 def least_us(rounds: int, act: Callable[[], object], times: int) -> float:
@@ -102,6 +107,7 @@ def records_table(home: Path, rounds: int) -> str:
     for folder in folders:
         folder.mkdir()
     kept = min(trio.run(kept_us, folder, some) for folder in folders)
+    n_bytes = bytes_per_record(folders[0], RECORDS)
     ids, key = list(range(140_000, 140_000 + PROMPT_TOKENS)), bytes(KEY_BYTES)
     hashed = least_us(rounds, lambda: prompt_hash(ids, key), 200)
     scraped = least_us(rounds, lambda: metrics.exposition(None), SCRAPES)
@@ -112,4 +118,5 @@ def records_table(home: Path, rounds: int) -> str:
         [f"hash of {PROMPT_TOKENS} ids", f"{hashed:.1f}", f"{hashed / alone:.2f}"],
         ["a scrape", f"{scraped:.0f}", f"{scraped / alone:.0f}"],
     ]
-    return table("what a handoff's record costs the event loop", ("", "us", "ratio"), rows)
+    costs = table("what a handoff's record costs the event loop", ("", "us", "ratio"), rows)
+    return f"{costs}\n\na record takes {n_bytes:.0f} bytes in the file"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from onebitd.core.share_layout import ShareLayout, ShareTensor
 from tests.bench import __main__ as bench
-from tests.bench import routes
+from tests.bench import records, routes
 from tests.bench.measure import Streamed
+from tests.llama_builds import ROOT
 
 TWO_LAYERS = ShareLayout(
     n_cells=4096,
@@ -25,6 +28,15 @@ BY_FILE = {"outcome": "used", "route": "file", "prompt_tokens": 301, "handed_tok
 BY_FILE |= {"state_bytes": 400_000, "provider_wall_ms": 900.0, "check_ms": 2.0, "restore_ms": 6.0}
 SHARED = {"outcome": "used", "route": "shared", "prompt_tokens": 301, "handed_tokens": 300}
 SHARED |= {"provider_wall_ms": 950.0, "share_ms": 1.0, "adopt_ms": 3.0}
+
+
+def test_history_record_is_as_small_as_the_pages_say(tmp_path: Path) -> None:
+    """With every field of a handoff by file; so an administrator knows what max_records takes."""
+    some = records.records(500)
+    trio.run(records.kept_us, tmp_path, some)
+    assert records.bytes_per_record(tmp_path, len(some)) < 1024
+    for name in ("etc/onebitd.toml", "man/onebitd.toml.5"):
+        assert "below 1 KiB each" in (ROOT / name).read_text()
 
 
 def test_file_bytes_count_the_write_and_both_reads() -> None:

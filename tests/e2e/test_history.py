@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import subprocess
 import time
@@ -88,6 +89,63 @@ def test_history_restarted_and_killed_daemon_has_what_was_before(
     ]
     with running(state, provider) as route:
         assert shown(route)[: len(kept)] == kept
+
+
+def telltale_provider(directory: Path, quick: Path) -> Path:
+    """Return a provider that prints what is in a file `say` beside it, and the ids, and fails."""
+    program = directory / "telltale"
+    program.write_text(
+        f"""#!/bin/sh
+[ -e {directory}/say ] || exec {quick} "$@"
+echo "cannot read '$(cat {directory}/say)', ids $(paste -sd, "$2")" >&2
+exit 3
+"""
+    )
+    program.chmod(0o755)
+    return program
+
+
+def test_history_has_no_words_of_provider_decoder_or_client(tmp_path: Path, provider: Path) -> None:
+    """They may be a prompt: the daemon that heard them shows them, the file never has them."""
+    state, say, prompt = tmp_path / "state", tmp_path / "say", WORDS[0]
+    with running(state, telltale_provider(tmp_path, provider)) as route:
+        say.write_text(prompt)
+        for request_id in ("exit-0", "exit-1", "exit-2", "open"):
+            chat(route, prompt, request_id, "always")
+        say.unlink()
+        route.daemon.reset_provider()
+        route.daemon.chat(prompt, headers={"X-Request-Id": "client"}, n=prompt)
+        route.behave(decoder="--restore-refuse")
+        chat(route, prompt, "refused", "always")
+        route.behave(decoder="--reply-500-after-restore")
+        chat(route, prompt, "error", "always")
+        route.behave(decoder=f"--crash-on completion:1 --count-file {tmp_path / 'count'}")
+        chat(route, prompt, "died", "always")
+        live = {one["request_id"]: one["detail"] for one in route.daemon.handoffs()}
+        wait_until(lambda: in_file(state) == list(live), "all are in the file")
+        data = b"".join(file.read_bytes() for file in state.glob("history.*"))
+    for request_id, words in {
+        "exit-2": f"status 3: cannot read '{prompt}', ids 1,120,",
+        "open": f"last: status 3: cannot read '{prompt}', ids 1,120,",
+        "client": "n is alpha0",
+        "refused": "Unable to restore slot: ",
+        "error": "Invalid input batch.",
+        "died": "the decoder died under this request: ",
+    }.items():
+        assert words in live[request_id]
+    data += b"".join(file.read_bytes() for file in state.glob("history.*"))
+    for words in ("alpha0", "cannot read", "1,120,", "Unable", "Invalid input", "told_to_crash"):
+        assert words.encode() not in data
+    found = read_records(str(state / "history.db"), HandoffFilter())
+    kept = {one["request_id"]: one["detail"] for one in found}
+    assert re.fullmatch(r"crash 3 times in a row, not .*; tried again in .*", kept.pop("open"))
+    assert kept == {
+        **{f"exit-{number}": "status 3; its words are in the log" for number in range(3)},
+        "client": "n is not 1",
+        "refused": "the decoder refused it with status 400; its words are in the log",
+        "error": "the decoder failed on the restored prompt; its words are in the log",
+        "died": live["died"],
+    }
 
 
 @contextlib.contextmanager

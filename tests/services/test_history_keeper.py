@@ -34,6 +34,7 @@ from onebitd.core.config import HistoryConfig
 from onebitd.core.control_api import rfc3339
 from onebitd.core.handoff import HandoffRecord, Outcome
 from onebitd.core.handoff_filter import HandoffFilter
+from onebitd.core.wording import Wording
 from onebitd.services import history_keeper, late_writes
 from onebitd.services.history import History
 from onebitd.services.history_keeper import HistoryKeeper
@@ -46,7 +47,7 @@ def record_of(number: int, outcome: Outcome = Outcome.USED, **more: Any) -> Hand
     """Return a finished record of now."""
     now = rfc3339(dt.datetime.now(dt.UTC))
     record = HandoffRecord(f"r{number}", more.pop("time", now), "i", "m", "/", True, **more)
-    record.outcome = outcome
+    record.outcome, record.brief = outcome, record.detail
     return record
 
 
@@ -56,7 +57,9 @@ class Kept:
     def __init__(self, state: Path, settings: HistoryConfig = SETTINGS, limit: int = 4) -> None:
         self.history = History(limit=limit)
         self.path = state / "history.db"
-        self.keeper = HistoryKeeper(self.history, state, settings)
+        self.ahead = dt.timedelta()  # is what the clock says, of what it should
+        now = lambda: dt.datetime.now(dt.UTC) + self.ahead  # noqa: E731
+        self.keeper = HistoryKeeper(self.history, state, settings, now)
 
     def add(self, first: int, last: int, **more: Any) -> None:
         """Add records of these numbers, the last one too."""
@@ -120,6 +123,32 @@ async def test_keeper_writes_soon_and_the_rest_at_the_end(tmp_path: Path) -> Non
     assert {stat.S_IMODE(file.stat().st_mode) for file in kept.path.parent.iterdir()} == {0o600}
 
 
+async def test_keeper_writes_no_words_of_others_and_memory_has_them(tmp_path: Path) -> None:
+    """What comes from the file, older or of an earlier daemon, has onebitd's own words alone."""
+
+    async def details(history: History) -> list[str]:
+        past = history.reading(HandoffFilter())
+        await past.open()
+        found = []
+        while page := await past.page():
+            found += [json.loads(line)["detail"] for line in page]
+        return found
+
+    own, full = "status 3; its words are in the log", "status 3: my secret"
+    kept = Kept(tmp_path, limit=2)
+    async with kept.running():
+        for number in range(3):
+            record = record_of(number, Outcome.FALLBACK)
+            record.set_detail(Wording.of("status 3", "my secret"))
+            kept.history.add(record)
+        await wait_until(lambda: len(kept.in_file()) == 3)
+        assert await details(kept.history) == [own, full, full]
+    later = Kept(tmp_path, limit=2)
+    async with later.running():
+        await later.history.wait_loaded()
+        assert await details(later.history) == [own, own, own]
+
+
 async def test_keeper_next_daemon_shows_the_last_ones_and_counts_from_zero(tmp_path: Path) -> None:
     """Memory begins with the file's end, everything older is read from the file."""
     before = Kept(tmp_path)
@@ -175,17 +204,61 @@ async def test_keeper_bounded_by_count_and_age_and_by_a_reload(tmp_path: Path) -
 async def test_keeper_loads_only_what_is_to_be_kept(tmp_path: Path) -> None:
     """After a long pause, or with a smaller setting, what is to go is not shown once more."""
     before = Kept(tmp_path)
-    old = rfc3339(dt.datetime.now(dt.UTC) - dt.timedelta(days=2))
+    old = rfc3339(dt.datetime.now(dt.UTC) - dt.timedelta(hours=20))
     async with before.running():
         before.add(1, 2, time=old)
         before.add(3, 6)
     for settings, expected in (
-        (HistoryConfig(9, 1.0), [3, 4, 5, 6]),
+        (HistoryConfig(9, 0.5), [3, 4, 5, 6]),
         (HistoryConfig(2, 9), [5, 6]),
     ):
         kept = Kept(tmp_path, settings, limit=20)
         async with kept.running():
             assert await kept.read() == expected
+
+
+async def test_keeper_clock_that_jumps_by_years_deletes_nothing(tmp_path: Path) -> None:
+    """While it runs, at a start, and when it is put right; in the file and in memory."""
+    kept = Kept(tmp_path)
+    async with kept.running():
+        kept.add(1, 3)
+        await wait_until(lambda: kept.in_file() == [1, 2, 3])
+        kept.ahead = dt.timedelta(days=40 * 365)
+        kept.add(4, 4)
+        kept.add(5, 5, time=rfc3339(dt.datetime.now(dt.UTC) + kept.ahead))
+        await wait_until(lambda: kept.in_file() == [1, 2, 3, 4, 5])
+    for ahead in (kept.ahead, dt.timedelta(days=-20000), dt.timedelta()):
+        kept = Kept(tmp_path, limit=9)
+        kept.ahead = ahead
+        async with kept.running():
+            await kept.history.wait_loaded()
+            assert [fields["request_id"] for fields in in_memory(kept)] == [
+                *("r1", "r2", "r3", "r4", "r5")
+            ]
+        assert kept.in_file() == [1, 2, 3, 4, 5]
+
+
+def in_memory(kept: Kept) -> list[dict[str, Any]]:
+    """Return the fields of the records that memory has."""
+    return [fields for _, fields in kept.history._records]
+
+
+async def test_keeper_that_begins_to_keep_hashes_as_the_next_one_will(tmp_path: Path) -> None:
+    """A reload takes the key of the file; one that ends the keeping takes it away."""
+    kept = Kept(tmp_path, HistoryConfig(0, 30.0))
+    async with kept.running():
+        kept.keeper.reconfigure(HistoryConfig(100, 30.0))
+        key = kept.history.hash_key
+        kept.keeper.reconfigure(HistoryConfig(200, 30.0))
+        assert kept.history.hash_key == key
+    after = Kept(tmp_path)
+    assert after.history.hash_key == key
+    async with after.running():
+        after.keeper.reconfigure(HistoryConfig(0, 30.0))
+        await wait_until(lambda: not list(tmp_path.iterdir()))
+    (tmp_path / "history.key").write_bytes(key)
+    Kept(tmp_path, HistoryConfig(0, 30.0))
+    assert not list(tmp_path.iterdir())
 
 
 async def test_keeper_that_keeps_nothing_makes_no_file(tmp_path: Path) -> None:
