@@ -10,11 +10,9 @@ from typing import Final, NamedTuple
 
 from onebitd.core.breaker import State
 from onebitd.core.control_api import STATES, Status
-from onebitd.core.handoff import HandoffRecord, Outcome, decode_speed
-from onebitd.core.metrics import NONE, PROVIDER_STATES
+from onebitd.core.handoff import HandoffRecord, Outcome, decode_speed, prefill_speed
+from onebitd.core.metrics import PROVIDER_STATES, label
 
-LEAST_SPEED_TOKENS: Final = 32
-"""A shorter prefill has no speed worth telling: most of it is what any prefill begins with."""
 _UNKNOWN: Final = "unknown"
 
 
@@ -66,10 +64,8 @@ def prompt_tokens_by_source(record: HandoffRecord) -> dict[str, int]:
 
 def values_of(record: HandoffRecord) -> Iterator[Value]:
     """Yield what a finished record adds to counters, and what histograms observe of it."""
-    outcome = NONE if record.outcome is None else record.outcome.value
-    reason = NONE if record.reason is None else record.reason.value
-    route = NONE if record.route is None else record.route.value
-    yield Value("onebitd_handoffs_total", 1, (outcome, reason, route))
+    outcome = label(record.outcome)
+    yield Value("onebitd_handoffs_total", 1, (outcome, label(record.reason), label(record.route)))
     for source, tokens in prompt_tokens_by_source(record).items():
         yield Value("onebitd_prompt_tokens_total", tokens, (source,))
     if record.reply_tokens:
@@ -95,9 +91,9 @@ def _speeds(record: HandoffRecord) -> Iterator[Value]:
         ("decoder", record.evaluated_tokens, record.evaluated_ms),
     )
     for source, tokens, took_ms in prefills:
-        # Less than a microsecond is no figure, and its speed would spoil the sum for ever.
-        if tokens is not None and tokens >= LEAST_SPEED_TOKENS and took_ms and took_ms > 1e-3:
-            yield Value("onebitd_prefill_tokens_per_second", tokens / took_ms * 1000.0, (source,))
+        speed = prefill_speed(tokens, took_ms)
+        if speed is not None:
+            yield Value("onebitd_prefill_tokens_per_second", speed, (source,))
     speed = decode_speed(record.reply_tokens, record.decode_ms)
     if speed is not None:
         yield Value("onebitd_decode_tokens_per_second", speed)
@@ -117,6 +113,7 @@ def values_now(status: Status, in_flight: int) -> Iterator[Value]:
     yield from _one_of("onebitd_provider_breaker_state", State, status.provider.breaker)
     failures = status.provider.consecutive_failures
     yield Value("onebitd_provider_consecutive_failures", failures)
+    yield Value("onebitd_provider_route_off", int(status.provider.route_off is not None))
     audit = status.audit
     yield Value("onebitd_audits_total", audit.audited - audit.drifted, ("passed",))
     yield Value("onebitd_audits_total", audit.drifted, ("drifted",))

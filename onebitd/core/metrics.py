@@ -16,6 +16,7 @@ from typing import Final
 
 from onebitd.core.breaker import State
 from onebitd.core.control_api import STATES
+from onebitd.core.endings import possible_endings
 from onebitd.core.handoff import Outcome, Reason, Route
 
 NONE: Final = "none"
@@ -30,6 +31,8 @@ SECONDS: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
 )
+REPLY_SECONDS: Final = (*SECONDS, 300.0, 600.0, 1800.0)
+"""A reply of some thousand tokens takes minutes, and so does waiting for one to end."""
 PREFILL_SPEEDS: Final = (
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0),
     *(1000.0, 2500.0, 5000.0, 10_000.0, 25_000.0),
@@ -54,6 +57,10 @@ class Kind(enum.StrEnum):
 class Metric:
     """One row.
 
+    All series of a counter or a histogram are there from the start, at zero: Prometheus sees no
+    increase in the first value of one that was not there before, and what counts up in a burst, as
+    failures do, would be missed.
+
     Attributes:
         name: in full, with `_total` where it is a counter.
         kind: its type.
@@ -61,8 +68,7 @@ class Metric:
         labels: name to the closed list of its values, in the order of the values of a sample. An
             empty list: one value at a time, of the software itself; or one for each device.
         buckets: upper bounds of a histogram, without infinity.
-        starts_whole: every series is there from the start, at zero: Prometheus sees the first
-            increase of one that was there before only.
+        only: the label values that can come together, where not all can.
     """
 
     name: str
@@ -70,11 +76,20 @@ class Metric:
     doc: str
     labels: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     buckets: tuple[float, ...] = ()
-    starts_whole: bool = True
+    only: tuple[tuple[str, ...], ...] = ()
 
     def all_labels(self) -> Iterator[tuple[str, ...]]:
         """Yield the label values of every series that it can have."""
-        yield from itertools.product(*self.labels.values())
+        yield from self.only or itertools.product(*self.labels.values())
+
+
+def label(word: enum.StrEnum | None) -> str:
+    """Return a word as a label value.
+
+    >>> label(Route.FILE), label(None)
+    ('file', 'none')
+    """
+    return NONE if word is None else word.value
 
 
 _OUTCOME: Final = {"outcome": tuple(Outcome)}
@@ -86,7 +101,6 @@ METRICS: Final = (
         Kind.GAUGE,
         "Versions of onebitd and of the llama.cpp that decodes; always 1.",
         {"version": (), "llama_cpp": ()},
-        starts_whole=False,
     ),
     Metric("onebitd_state", Kind.GAUGE, "1 for the daemon's own state.", {"state": STATES}),
     Metric(
@@ -98,7 +112,7 @@ METRICS: Final = (
             "reason": (NONE, *Reason),
             "route": (NONE, *Route),
         },
-        starts_whole=False,  # more than five hundred, of which most cannot be
+        only=tuple(tuple(map(label, ending)) for ending in possible_endings()),
     ),
     Metric(
         "onebitd_prompt_tokens_total",
@@ -113,21 +127,19 @@ METRICS: Final = (
         "From the whole request to the first byte of its reply.",
         _OUTCOME,
         SECONDS,
-        starts_whole=False,  # six times twenty lines for each scrape
     ),
     Metric(
         "onebitd_request_seconds",
         Kind.HISTOGRAM,
         "From the whole request to the end of its reply.",
         _OUTCOME,
-        SECONDS,
-        starts_whole=False,  # six times twenty lines for each scrape
+        REPLY_SECONDS,
     ),
     Metric(
         "onebitd_queue_wait_seconds",
         Kind.HISTOGRAM,
         "Waiting for a place in the line and for the slot.",
-        buckets=SECONDS,
+        buckets=REPLY_SECONDS,
     ),
     Metric(
         "onebitd_lock_wait_seconds",
@@ -191,6 +203,11 @@ METRICS: Final = (
         "Handoffs tried in vain since the last one that was used.",
     ),
     Metric(
+        "onebitd_provider_route_off",
+        Kind.GAUGE,
+        "1 while nothing is handed over, as the decoder made no use of what was.",
+    ),
+    Metric(
         "onebitd_audits_total",
         Kind.COUNTER,
         "Handoffs chosen for an audit, by what came of it.",
@@ -218,21 +235,18 @@ METRICS: Final = (
         Kind.GAUGE,
         "Busy share of a GPU or NPU, 0 to 1; only while requests on the handoff route run.",
         _DEVICE,
-        starts_whole=False,
     ),
     Metric(
         "onebitd_device_temperature_celsius",
         Kind.GAUGE,
         "Hottest sensor of a GPU, NPU or processor; only while such requests run.",
         _DEVICE,
-        starts_whole=False,
     ),
     Metric(
         "onebitd_device_power_watts",
         Kind.GAUGE,
         "Power of a GPU, or of its whole package; only while such requests run.",
         _DEVICE,
-        starts_whole=False,
     ),
 )
 

@@ -86,13 +86,13 @@ class Sparing:
 
 
 class _Tally:
-    """Sums by metric and labels; those of these metrics that start whole are there at once."""
+    """Sums by metric and labels; every counter and histogram of these metrics is there."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self.numbers: dict[str, dict[tuple[str, ...], float]] = {}
         self.distributions: dict[str, dict[tuple[str, ...], Distribution]] = {}
         for metric in metrics:
-            for labels in metric.all_labels() if metric.starts_whole else ():
+            for labels in metric.all_labels():
                 if metric.kind is Kind.HISTOGRAM:
                     self._distribution(metric, labels)
                 elif metric.kind is Kind.COUNTER:

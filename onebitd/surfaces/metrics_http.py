@@ -45,8 +45,15 @@ class MetricsApp:
         if scope["type"] != "http":
             return
         client = Client(scope, receive, send)
+        head = dict(client.headers)
         try:
-            self._check(scope, client.headers)
+            guards.check_framing(client.headers, head, scope["http_version"])
+        except RequestError as error:
+            # Whatever follows on this connection, nobody can tell where it begins.
+            await client.send_error(error, [(b"connection", b"close")])
+            return
+        try:
+            self._check(scope, head)
             content_type, body = self._exposition(accept_of(client.headers))
         except RequestError as error:
             await client.discard_body()
@@ -54,9 +61,7 @@ class MetricsApp:
             return
         await client.send_whole(200, [(b"content-type", content_type.encode())], body)
 
-    def _check(self, scope: HTTPScope, headers: Headers) -> None:
-        head = dict(headers)
-        guards.check_framing(headers, head, scope["http_version"])
+    def _check(self, scope: HTTPScope, head: guards.Head) -> None:
         if b"origin" in head:
             raise RequestError(403, "web pages may not read the metrics", kind="permission_error")
         config = self._config()

@@ -211,7 +211,7 @@ def test_values_now_are_those_of_the_status() -> None:
     status = make_status(
         state="degraded",
         backend=BackendStatus(4243, "ready", 3, None, "b10434", ["CPU"], 1000),
-        provider=ProviderStatus("/p", "stuck", "half_open", 5, None),
+        provider=ProviderStatus("/p", "stuck", "half_open", 5, None, route_off="no use"),
         slot=SlotStatus(True, "decode", "r1", 0.1),
         audit=AuditStatus(audited=9, drifted=2, given_up=1, strikes=4),
     )
@@ -227,6 +227,7 @@ def test_values_now_are_those_of_the_status() -> None:
     alone = {value.name: value.value for value in values if not value.labels}
     assert alone == {
         "onebitd_provider_consecutive_failures": 5,
+        "onebitd_provider_route_off": 1,
         "onebitd_audit_strikes": 4,
         "onebitd_decoder_restarts_total": 3,
         "onebitd_decoder_resident_memory_bytes": 1000,

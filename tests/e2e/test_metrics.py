@@ -13,33 +13,46 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from onebitd.core.endings import possible_endings
+from onebitd.core.handoff import Outcome
+from onebitd.core.metrics import label
 from tests.e2e.standin_route import Route, quick_provider, run_onebitd, running_route
 from tests.harness import wait_until
 from tests.llama_builds import UnixConnection, require_program
 
+HANDOFFS = "onebitd_handoffs_total"
+FAILED_RUNS = f'{HANDOFFS}{{outcome="fallback",reason="provider_exit",route="file"}}'
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 LONG = [" ".join(f"{name}{number}" for number in range(20)) for name in ("alpha", "beta", "gamma")]
 CONFIG = """
 [metrics]
 listen = "127.0.0.1:0"
 [http]
+page = true
 allowed_hosts = ["scraper.lan"]
 """
 
 
 @pytest.fixture(scope="module")
-def route(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Route]:
-    """A daemon with a listener for scrapers, after two handoffs, a fallback and a skip."""
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Route, str]]:
+    """A daemon with a listener for scrapers, and what that said before anything was asked."""
     provider = quick_provider(tmp_path_factory.mktemp("provider"))
     with running_route(config=CONFIG, provider=provider) as found:
-        daemon = found.daemon
-        assert daemon.chat(LONG[0]).status == 200
-        assert daemon.chat("secret words", stream=True).status == 200
-        found.behave(provider="exit:3")
-        assert daemon.chat(LONG[1]).status == 200
-        assert daemon.chat(LONG[2], headers={"X-Onebit-Handoff": "never"}).status == 200
-        daemon.last_handoff(4)
-        yield found
+        yield found, ask(found)[2]
+
+
+@pytest.fixture(scope="module")
+def route(untouched: tuple[Route, str]) -> Route:
+    """The daemon after two handoffs, a fallback and a skip."""
+    found, _ = untouched
+    daemon = found.daemon
+    assert daemon.chat(LONG[0]).status == 200
+    assert daemon.chat("secret words", stream=True).status == 200
+    found.behave(provider="exit:3")
+    assert daemon.chat(LONG[1]).status == 200
+    assert daemon.chat(LONG[2], headers={"X-Onebit-Handoff": "never"}).status == 200
+    daemon.last_handoff(4)
+    return found
 
 
 def address(route: Route) -> str:
@@ -81,6 +94,22 @@ def numbers(text: str) -> dict[str, float]:
     return {series: float(value) for series, _, value in lines}
 
 
+def test_metrics_are_all_there_at_zero_before_the_first_handoff(
+    untouched: tuple[Route, str],
+) -> None:
+    """Prometheus sees no increase in what a series begins with: a burst of failures was lost."""
+    found = numbers(untouched[1])
+    counts = {name: value for name, value in found.items() if HANDOFFS in name}
+    assert set(counts) == {
+        f'{HANDOFFS}{{outcome="{label(outcome)}",reason="{label(reason)}",route="{label(route)}"}}'
+        for outcome, reason, route in possible_endings()
+    }
+    for outcome in Outcome:
+        for name in ("first_byte", "request"):
+            counts[name + outcome] = found[f'onebitd_{name}_seconds_count{{outcome="{outcome}"}}']
+    assert set(counts.values()) == {0}
+
+
 def test_metrics_pass_promtools_check(route: Route) -> None:
     """Names, types, units and help are as Prometheus wants them."""
     require_program("promtool")
@@ -94,10 +123,9 @@ def test_metrics_pass_promtools_check(route: Route) -> None:
 def test_metrics_count_what_happened(route: Route) -> None:
     """Outcomes, tokens by source, and each part of the first byte."""
     found = numbers(ask(route)[2])
-    handoffs = "onebitd_handoffs_total"
-    assert found[f'{handoffs}{{outcome="used",reason="none",route="file"}}'] == 2
-    assert found[f'{handoffs}{{outcome="fallback",reason="provider_exit",route="file"}}'] == 1
-    assert found[f'{handoffs}{{outcome="skipped",reason="policy",route="none"}}'] == 1
+    assert found[f'{HANDOFFS}{{outcome="used",reason="none",route="file"}}'] == 2
+    assert found[FAILED_RUNS] == 1
+    assert found[f'{HANDOFFS}{{outcome="skipped",reason="policy",route="none"}}'] == 1
     records = route.daemon.handoffs()
     for source, field in (("provider", "handed_tokens"), ("decoder", "evaluated_tokens")):
         wanted = sum(record.get(field, 0) for record in records)
@@ -130,6 +158,19 @@ def test_metrics_are_the_same_on_the_socket_and_over_tcp(route: Route) -> None:
     read: Any = text_string_to_metric_families  # it has no types
     families = list(read(text))
     assert {"onebitd_handoffs", "onebitd_build"} <= {family.name for family in families}
+
+
+def test_metrics_open_status_page_is_no_request_in_flight(route: Route) -> None:
+    """A display on the wall does not make an idle box look busy."""
+    viewer = http.client.HTTPConnection("127.0.0.1", route.daemon.port, timeout=30)
+    try:
+        viewer.request("GET", "/onebit/events")
+        assert viewer.getresponse().readline() != b""
+        (served,) = route.daemon.control("/v1/requests")["requests"]
+        assert served["path"] == "/onebit/events"
+        assert numbers(by_socket(route, "")[1])["onebitd_requests_in_flight"] == 0
+    finally:
+        viewer.close()
 
 
 def test_metrics_hold_nothing_private(route: Route) -> None:
@@ -204,3 +245,29 @@ def test_reload_of_another_address_says_that_it_needs_a_restart(route: Route) ->
         file.write_text(before)
     assert answer["needs_restart"] == ["metrics.listen"]
     assert ask(route)[0] == 200
+
+
+def test_metrics_of_three_failures_between_two_scrapes_differ_by_three(route: Route) -> None:
+    """That is all the breaker lets through, and what the alerts have to go by."""
+    route.begin()
+    before = numbers(ask(route)[2])
+    route.behave(provider="exit:3")
+    for number in range(4):
+        words = " ".join(f"delta{number}x{word}" for word in range(20))
+        assert route.daemon.chat(words, headers={"X-Onebit-Handoff": "always"}).status == 200
+    refused = f'{HANDOFFS}{{outcome="skipped",reason="breaker_open",route="none"}}'
+
+    def moved() -> dict[str, float]:
+        now = numbers(ask(route)[2])
+        return {
+            name: now[name] - before[name]
+            for name in now
+            if HANDOFFS in name and now[name] != before[name]
+        }
+
+    # What the listener says may be a moment old.
+    wait_until(lambda: moved() == {FAILED_RUNS: 3, refused: 1}, "three failures and a skip")
+    now = numbers(ask(route)[2])
+    assert now['onebitd_provider_breaker_state{state="closed"}'] == 0
+    assert now["onebitd_provider_consecutive_failures"] >= 3
+    assert now["onebitd_provider_route_off"] == 0

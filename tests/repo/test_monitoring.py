@@ -6,15 +6,17 @@ import dataclasses
 import json
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from onebitd.core.handoff import Outcome, Reason, Route
+from onebitd.core.endings import possible_endings
+from onebitd.core.handoff import HandoffRecord, Outcome, Reason, Route
 from onebitd.core.metrics import METRICS, Kind
 from onebitd.core.telemetry import DeviceSample
+from onebitd.services.history import History
 from onebitd.services.metrics import Metrics
 from tests import readme
 from tests.llama_builds import ROOT, require_program
@@ -65,10 +67,8 @@ def samples() -> Iterator[tuple[str, dict[str, str], float]]:
         "decode_ms": 700.0,
         "state_bytes": 1 << 24,
     }
-    for outcome in Outcome:
-        reason = None if outcome is Outcome.USED else Reason.POLICY
-        record = {**whole, "outcome": outcome, "reason": reason, "route": Route.FILE}
-        metrics.count(make_record(**record))
+    for ending in possible_endings():
+        metrics.count(make_record(**whole, **ending._asdict()))
     for family in text_string_to_metric_families(metrics.exposition(None)[1].decode()):
         for sample in family.samples:
             yield sample.name, sample.labels, sample.value
@@ -236,6 +236,92 @@ def waits(fast: float, slow: float) -> list[dict[str, str]]:
     ]
 
 
+Records = Sequence[HandoffRecord]
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """What happens between two scrapes.
+
+    Attributes:
+        minute: of the second one.
+        records: that end.
+        provider: what has changed in its status by then.
+        is_new: the daemon was restarted before that.
+    """
+
+    minute: int
+    records: Records = ()
+    provider: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_new: bool = False
+
+
+def lived(*moments: Moment, still: bool = False) -> list[dict[str, str]]:
+    """Return what a daemon tells the rules in two hours and a half, scraped once a minute.
+
+    It is scraped before anything has happened; what it does not tell from the start is missing.
+
+    Args:
+        moments: in their order.
+        still: with the counters that never move, which promtool would take its time for.
+    """
+    about = names_in(RULES.read_text())
+    told: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}
+    now = [make_status()]
+    for number, moment in enumerate((Moment(0, is_new=True), *moments)):
+        if moment.is_new:
+            history, metrics = History(), Metrics(lambda: now[0], lambda: 0)
+            history.listen(metrics.count)
+        for record in moment.records:
+            history.add(record)
+        provider = dataclasses.replace(
+            now[0].provider,
+            consecutive_failures=history.consecutive_failures,
+            **moment.provider,
+        )
+        now[0] = make_status(provider=provider, history=history)
+        until = (*moments, Moment(151))[number].minute
+        for family in text_string_to_metric_families(metrics.exposition(None)[1].decode()):
+            for sample in family.samples if family.name.startswith("onebitd_") else ():
+                if sample.name in about:
+                    key = sample.name, tuple(sample.labels.items())
+                    before = [f"_x{moment.minute}"] if moment.minute else []
+                    told.setdefault(key, before).append(
+                        f"{sample.value}x{until - moment.minute - 1}"
+                    )
+    return [
+        series(name, dict(labels), " ".join(values))
+        for (name, labels), values in told.items()
+        if still or not all(value.startswith("0.0x") for value in values)
+    ]
+
+
+def times(number: int, outcome: Outcome, reason: Reason | None = None, **more: Any) -> Records:
+    """Return so many requests that ended the same way, by file unless it is said."""
+    route = more.pop("route", Route.FILE)
+    return [make_record(0, outcome, reason=reason, route=route, **more) for _ in range(number)]
+
+
+def failures(number: int, reason: Reason = Reason.PROVIDER_EXIT, **more: Any) -> Records:
+    """Return so many handoffs after which the decoder prefilled."""
+    return times(number, Outcome.FALLBACK, reason, **more)
+
+
+def refusals(number: int, reason: Reason) -> Records:
+    """Return so many requests that got an error, and for which nothing was tried."""
+    return times(number, Outcome.FAILED, reason, route=None)
+
+
+OPEN = {"breaker": "open"}
+OFF = {"route_off": "the decoder evaluated the prompt again after each of 3 handoffs"}
+
+
+def in_turn(closed: int, others: int) -> list[dict[str, str]]:
+    """Return a breaker that is closed for some minutes and not for others, all the time."""
+    values = " ".join(f"1x{closed - 1} 0x{others - 1}" for _ in range(150 // (closed + others)))
+    return [series("onebitd_provider_breaker_state", {"state": "closed"}, values)]
+
+
 def state(word: str) -> list[dict[str, str]]:
     """Return the daemon's state."""
     words = ("loading", "ready", "degraded", "restarting", "draining", "failed")
@@ -249,11 +335,16 @@ def queue(pending: int) -> list[dict[str, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Series on which an alert fires, and others on which it must not."""
+    """Series on which an alert fires, and others on which it must not.
+
+    Attributes:
+        also: others on which it fires.
+    """
 
     alert: str
     fires: Iterable[dict[str, str]]
     quiet: Iterable[Iterable[dict[str, str]]]
+    also: Sequence[Iterable[dict[str, str]]] = ()
 
 
 def breaker(word: str) -> list[dict[str, str]]:
@@ -271,7 +362,15 @@ CASES = (
         [
             [flat("onebitd_decoder_restarts_total", 7)],
             [series("onebitd_decoder_restarts_total", {}, "0x140 1x10")],
+            # Prometheus extrapolates an increase of one to more than one.
+            [series("onebitd_decoder_restarts_total", {}, "7x130 8x20")],
         ],
+        also=[[series("onebitd_decoder_restarts_total", {}, "7x130 9x20")]],
+    ),
+    Case(
+        "OnebitdRestarting",
+        [series("process_start_time_seconds", {}, "1000x125 8600x5 9000x5 9300x15")],
+        [[series("process_start_time_seconds", {}, "1000x125 8600x5 9000x20")]],
     ),
     Case(
         "OnebitdBreakerOpen",
@@ -279,7 +378,9 @@ CASES = (
         [
             breaker("closed"),
             [series("onebitd_provider_breaker_state", {"state": "closed"}, "1x140 0x9")],
+            in_turn(closed=8, others=2),
         ],
+        also=[lived(Moment(130, failures(3), OPEN)), in_turn(closed=1, others=4)],
     ),
     Case(
         "OnebitdProviderStuck",
@@ -293,12 +394,48 @@ CASES = (
             [handoffs("used", 10), handoffs("fallback", 1, "lock_busy")],
             [handoffs("fallback", 0.05, "provider_exit")],
             [handoffs("skipped", 5, "policy"), handoffs("cancelled", 5, "client_gone")],
+            lived(Moment(140, failures(2))),
+            lived(Moment(10, failures(1)), Moment(140, failures(2))),
+            lived(Moment(140, [*times(20, Outcome.USED), *failures(3)])),
+            lived(Moment(140, refusals(5, Reason.QUEUE_FULL))),
+            lived(Moment(140, refusals(5, Reason.TOO_SHORT))),
         ],
+        also=[
+            # All that the breaker lets through, within one scrape.
+            lived(Moment(140, failures(3), OPEN)),
+            lived(Moment(140, failures(3, route=Route.SHARED), OPEN)),
+            lived(Moment(10, times(40, Outcome.USED)), Moment(140, failures(3), OPEN)),
+            lived(Moment(139, failures(1)), Moment(140, failures(2, Reason.LOCK_BUSY), OPEN)),
+            lived(Moment(140, times(3, Outcome.FAILED, Reason.PROVIDER_EXIT), OPEN)),
+        ],
+    ),
+    Case(
+        "OnebitdHandoffsInVain",
+        lived(*(Moment(minute, failures(1)) for minute in (10, 55, 100))),
+        [
+            lived(Moment(10, failures(2)), Moment(20, times(1, Outcome.USED), {})),
+            lived(Moment(10, times(3, Outcome.WASTED), OFF)),
+            lived(Moment(140, refusals(5, Reason.TOO_SHORT))),
+            lived(Moment(10, failures(3)), Moment(20, is_new=True)),
+        ],
+        # Its counter has an increase of one: the daemon before it had come to two.
+        also=[lived(Moment(10, failures(2)), Moment(140, failures(3), OPEN, is_new=True))],
     ),
     Case(
         "OnebitdHandoffsWasted",
         [handoffs("wasted", 0.1)],
-        [[handoffs("used", 5), handoffs("wasted", 0.02)]],
+        [
+            [handoffs("used", 5), handoffs("wasted", 0.02)],
+            lived(Moment(10, times(1, Outcome.WASTED)), Moment(140, times(2, Outcome.WASTED))),
+        ],
+        also=[
+            lived(Moment(140, times(3, Outcome.WASTED), OFF)),
+            lived(Moment(100, times(2, Outcome.WASTED)), Moment(140, times(1, Outcome.WASTED))),
+            lived(
+                *(Moment(minute, times(1, Outcome.WASTED)) for minute in (5, 6)),
+                Moment(70, times(1, Outcome.WASTED), OFF),
+            ),
+        ],
     ),
     Case("OnebitdQueueFull", queue(9), [queue(2)]),
     Case("OnebitdLongWaits", waits(1, 1), [waits(100, 1), waits(0, 0)]),
@@ -326,19 +463,23 @@ def test_rules_fire_when_they_should_and_not_else(tmp_path: Path) -> None:
     """Each alert, after two hours and a half of what it is for, and of what it is not for."""
     given, tests = [], []
     for case in CASES:
-        for number, some in enumerate((case.fires, *case.quiet)):
+        fires = [case.fires, *case.also]
+        for number, some in enumerate((*fires, *case.quiet)):
             # An instance for each: promtool needs most of a second for a run.
             own = f'instance="{case.alert}-{number}"'
             given += [
                 one | {"series": one["series"].replace('instance="box:9464"', own)} for one in some
             ]
         about = f'alertname="{case.alert}",alertstate="firing",instance=~"{case.alert}-.*"'
-        expected = {"labels": f'{{instance="{case.alert}-0"}}', "value": 1}
+        expected = [
+            {"labels": f'{{instance="{case.alert}-{number}"}}', "value": 1}
+            for number in range(len(fires))
+        ]
         tests.append(
             {
                 "expr": f"count by (instance) (ALERTS{{{about}}})",
                 "eval_time": "149m",
-                "exp_samples": [expected],
+                "exp_samples": expected,
             }
         )
     run = {"interval": "1m", "input_series": given, "promql_expr_test": tests}
@@ -351,14 +492,9 @@ def test_rules_fire_when_they_should_and_not_else(tmp_path: Path) -> None:
 
 def test_rules_are_quiet_on_a_daemon_with_nothing_wrong(tmp_path: Path) -> None:
     """None fires on the series that a new daemon has, before anything has happened."""
-    metrics = Metrics(make_status, lambda: 0)
-    families = text_string_to_metric_families(metrics.exposition(None)[1].decode())
-    given = [
-        series(one.name, one.labels, f"{one.value}x150") for two in families for one in two.samples
-    ]
     case = {
         "interval": "1m",
-        "input_series": [*given, flat("up", 1)],
+        "input_series": [*lived(still=True), flat("up", 1)],
         "promql_expr_test": [{"expr": "ALERTS", "eval_time": "149m", "exp_samples": []}],
     }
     file = tmp_path / "quiet.test.yml"
