@@ -33,6 +33,8 @@ ANSWER_S: Final = 2.0
 MOST_ERRORS: Final = 3
 """In a row; then a file is left alone until devices are looked for again."""
 _MOST_DEVICES: Final = 16
+_BUSY_WITHIN_S: Final = 5.0
+"""An older look says nothing about now: requests come in bursts."""
 _MOST_BYTES: Final = 4096
 
 _STATE: Final = {"runtime_status": "power/runtime_status", "pci_state": "power_state"}
@@ -78,7 +80,8 @@ class DeviceReader:
         clock: seconds, monotonic.
 
     Attributes:
-        failed: something could not be read since devices were looked for: look again.
+        failed: look again: something could not be read since devices were looked for, or fewer
+            were found than have been there.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class DeviceReader:
         self._answer_s = answer_s
         self._clock = clock
         self._devices: tuple[_Device, ...] = ()
+        self._most = 0
         self._errors: dict[Path, int] = {}
         self._busy_us: dict[str, tuple[float, str]] = {}
         self._stuck: set[str] = set()
@@ -103,9 +107,10 @@ class DeviceReader:
 
         A processor's temperature alone is none.
         """
-        self.failed = False
         self._errors.clear()
         found = [*_gpus(self._sysfs), *_npus(self._sysfs)][:_MOST_DEVICES]
+        self.failed = len(found) < self._most
+        self._most = max(self._most, len(found))
         self._devices = (*found, *_sensors(self._sysfs)) if found else ()
         return bool(found)
 
@@ -172,7 +177,7 @@ class DeviceReader:
             return found
         now = (self._clock(), busy_us)
         before, self._busy_us[device.name] = self._busy_us.get(device.name), now
-        if before is None:
+        if before is None or now[0] - before[0] > _BUSY_WITHIN_S:
             return found
         return dataclasses.replace(found, busy_percent=telemetry.busy_percent_between(before, now))
 

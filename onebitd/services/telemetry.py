@@ -17,7 +17,8 @@ PERIOD_S: Final = 1.0
 KEPT_S: Final = 10.0
 """An older sample is not told any more."""
 LOOK_AGAIN_S: Final = 60.0
-"""After a failure devices are looked for again, with a new request; not more often than this."""
+"""After a failure devices are looked for again, with a new request; not more often than this. It
+may find none, of a driver that is just being bound anew: that counts as a failure, too."""
 
 
 class Devices(Protocol):
@@ -75,6 +76,7 @@ class Telemetry:
         self._watches: set[Watch] = set()
         self._wanted = trio.Event()
         self._has_devices = False
+        self._are_gone = False
         self._found_at = -math.inf
         self._latest: tuple[float, Sequence[DeviceSample]] = (-math.inf, ())
 
@@ -97,12 +99,14 @@ class Telemetry:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Sample while somebody watches, until cancelled; over at once where there is no device."""
         self._find()
+        self._has_devices = not self._are_gone
         task_status.started()
         while self._has_devices:
             await self._wanted.wait()
-            if self._devices.failed and trio.current_time() - self._found_at >= LOOK_AGAIN_S:
+            failed = self._are_gone or self._devices.failed
+            if failed and trio.current_time() - self._found_at >= LOOK_AGAIN_S:
                 self._find()
-            while self._watches and self._has_devices:
+            while self._watches and not self._are_gone:
                 next_at = trio.current_time() + PERIOD_S
                 samples = await self._devices.sample()
                 self._latest = trio.current_time(), samples
@@ -112,5 +116,5 @@ class Telemetry:
             self._wanted = trio.Event()
 
     def _find(self) -> None:
-        self._has_devices = self._devices.find()
+        self._are_gone = not self._devices.find()
         self._found_at = trio.current_time()

@@ -168,7 +168,7 @@ async def test_sample_driver_that_does_not_answer_costs_one_thread_and_its_devic
 
 
 async def test_sample_npu_that_counts_busy_time_gets_a_share(tree: Sysfs) -> None:
-    """From the second look on; a sleep in between begins anew."""
+    """From the second look on; a sleep in between, or an hour without a look, begins anew."""
     now = 100.0
     tree.npu(
         *("accel0", "intel_vpu"),
@@ -182,3 +182,27 @@ async def test_sample_npu_that_counts_busy_time_gets_a_share(tree: Sysfs) -> Non
     tree.write("accel0", "npu_busy_time_us", "400500")
     [second] = await reader.sample()
     assert second.busy_percent == pytest.approx(40.0)
+    now += 3600.0
+    tree.write("accel0", "npu_busy_time_us", "500500")
+    [after] = await reader.sample()
+    assert after.busy_percent is None
+    now += 1.0
+    tree.write("accel0", "npu_busy_time_us", "1500500")
+    [last] = await reader.sample()
+    assert last.busy_percent == pytest.approx(100.0)
+
+
+async def test_find_fewer_than_there_were_is_a_failure_until_they_are_back(tree: Sysfs) -> None:
+    """A card whose driver is bound anew may be away in the moment in which one looks."""
+    tree.npu("accel0", "amdxdna", {"power/runtime_status": "active"})
+    tree.gpu("card0")
+    driver = tree.device("card0") / "driver"
+    away = driver.rename(driver.with_name("away"))
+    reader = DeviceReader(tree.root)
+    found = []
+    for move in ((), (away, driver), (driver, away), (), (away, driver)):
+        if move:
+            move[0].rename(move[1])
+        assert reader.find()
+        found.append(reader.failed)
+    assert found == [False, False, True, True, False]

@@ -175,17 +175,23 @@ async def test_devices_are_looked_for_again_with_the_first_request_after_a_failu
             await trio.sleep(pause_s)
 
 
-async def test_devices_that_are_gone_are_not_sampled_any_more(
+async def test_devices_that_are_gone_are_sampled_again_when_they_are_back(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """One that watches at that moment is not kept waiting, and the task has ended."""
+    """Until then nobody reads them, and they are looked for no more often than otherwise."""
     devices = FakeDevices()
-    telemetry = Telemetry(devices)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(telemetry.run)
+    async with running(devices) as telemetry:
         await trio.sleep(LOOK_AGAIN_S)
         devices.there, devices.failed = False, True
-        watch = telemetry.watch()
-    assert watch.end() is None
-    assert telemetry.watch().end() is None
-    assert devices.sampled == []
+        for pause_s, looks in ((1.0, 2), (LOOK_AGAIN_S, 2), (1.0, 3)):
+            watch = telemetry.watch()
+            await trio.sleep(3 * PERIOD_S)
+            assert watch.end() is None
+            assert (len(devices.found), devices.sampled) == (looks, [])
+            await trio.sleep(pause_s)
+        devices.there = True
+        for pause_s, percent in ((LOOK_AGAIN_S, None), (0.0, 10.0)):
+            watch = telemetry.watch()
+            await trio.sleep(3 * PERIOD_S)
+            assert watch.end() == percent
+            await trio.sleep(pause_s)
