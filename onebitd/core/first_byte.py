@@ -15,7 +15,8 @@ def parts_of(record: Mapping[str, Any]) -> dict[str, float]:
     `queue` is every wait for the slot and for the provider, `tokens` the template and the
     tokenizer, `lock` the wait for the device, `provider` its run, `restore` what brought its result
     into the decoder: the rest of the check, the restore, or sharing and adopting. `decoder` is what
-    remains: the last token, or the whole prompt where the decoder prefilled.
+    remains: the last token, or the whole prompt where the decoder prefilled; and the tokens of a
+    reply that came in one piece.
 
     Args:
         record: fields of `HandoffRecord`; what is absent or no number took no time.

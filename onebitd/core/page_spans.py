@@ -83,8 +83,12 @@ def spans(fields: Mapping[str, Any]) -> list[Span]:
     else:
         row.add_until("queue", handed_at_ms, waited_ms)
     row.add("handover", _ms(fields, "restore_ms") + _ms(fields, "adopt_ms"), handed_at_ms)
-    row.add_until("prompt", fields.get("first_byte_ms"))
-    if "first_byte_ms" in fields:
+    first_byte_ms = fields.get("first_byte_ms")
+    if first_byte_ms is not None and not fields.get("stream", True):
+        # A reply in one piece begins when it is whole: before it came, its tokens were decoded.
+        first_byte_ms = max(first_byte_ms - _ms(fields, "decode_ms"), row.end_ms)
+    row.add_until("prompt", first_byte_ms)
+    if first_byte_ms is not None:
         row.add_until("decode", fields.get("total_ms"))
     return row.spans
 

@@ -6,9 +6,12 @@ shows comes from /onebit/events as server-sent events; everything there is chose
 
     event       data                                       when
     status      page_view.status_view                      changed, once a second at most
-    requests    {"now", "requests": [request_view]}        changed, once a second at most
+    requests    {"boot", "now", "requests": [...]}         changed, once a second at most
     handoff     page_view.handoff_view, with an id         as each ends; at first the last ones
     costs       page_view.costs_view                       changed, once in five seconds at most
+
+`requests` has page_view.request_view of each and, as the ids of handoffs have, what tells this life
+of the daemon from others: numbers of requests begin anew with each.
 
 While nobody looks there is no task, and a finished handoff costs an entry in a list.
 """
@@ -114,6 +117,7 @@ class _Snapshot:
     at: float
     status: str
     requests: str
+    costs_of: tuple[object, ...]  # what the costs depend on
 
 
 class Page:
@@ -144,7 +148,7 @@ class Page:
         self._refreshing = trio.Lock()
         self._costs = ""
         self._costs_at = -_COSTS_EVERY_S
-        self._costs_of = -1  # how many handoffs had finished by then
+        self._costs_of: tuple[object, ...] | None = None
 
     def reconfigure(self, *, enabled: bool) -> None:
         """Take over a reload: viewers come back, and pass the gate as it is now."""
@@ -257,7 +261,9 @@ class Page:
         if shot is not None and shot.requests != viewer.requests:
             viewer.requests = shot.requests
             now_ms = round(time.time() * 1000)
-            parts.append(_event("requests", f'{{"now":{now_ms},"requests":{shot.requests}}}'))
+            boot = f'"boot":"{self._boot}"'
+            data = f'{{{boot},"now":{now_ms},"requests":{shot.requests}}}'
+            parts.append(_event("requests", data))
         if self._costs != viewer.costs:
             viewer.costs = self._costs
             parts.append(_event("costs", self._costs))
@@ -271,9 +277,11 @@ class Page:
             found = self._sources.status(lock)
             status = page_view.status_view(found, dt.datetime.now(dt.UTC))
             requests = self._requests()
-            self._snapshot = _Snapshot(now, _compact(status), _compact(requests))
-        if self._costs_of != self._finished and now - self._costs_at >= _COSTS_EVERY_S:
-            self._costs_at, self._costs_of = now, self._finished
+            depend = (self._finished, found.model.ctx_size, found.provider.program)
+            self._snapshot = _Snapshot(now, _compact(status), _compact(requests), depend)
+        costs_of = self._snapshot.costs_of
+        if self._costs_of != costs_of and now - self._costs_at >= _COSTS_EVERY_S:
+            self._costs_at, self._costs_of = now, costs_of
             answer = self._sources.costs()
             # It is arithmetic for some ten milliseconds: replies go on meanwhile.
             self._costs = await trio.to_thread.run_sync(_costs_text, answer)

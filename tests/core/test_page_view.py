@@ -257,6 +257,27 @@ FILE = {
                 ("prompt", 18, 20),
             ],
         ),
+        (
+            {
+                "stream": False,
+                "restore_ms": 2.0,
+                "handed_at_ms": 0.0,
+                "decode_ms": 8000.0,
+                "first_byte_ms": 8050.0,
+                "total_ms": 8051.0,
+            },
+            [("handover", 0.0, 2.0), ("prompt", 2.0, 50.0), ("decode", 50.0, 8051.0)],
+        ),
+        (
+            {
+                "stream": False,
+                "queue_ms": 4.0,
+                "decode_ms": 9.0,
+                "first_byte_ms": 8.0,
+                "total_ms": 8.5,
+            },
+            [("queue", 0.0, 4.0), ("decode", 4.0, 8.5)],
+        ),
     ],
 )
 def test_spans_follow_each_other_as_the_record_says(

@@ -3,28 +3,59 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import re
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from onebitd.core.costs import Costs
+from onebitd.core.handoff import Route as HandoffRoute
+from onebitd.services.handoff import COSTS_FILE
 from tests.e2e.chromium import Browser, running_chromium
-from tests.e2e.standin_route import Background, Route, running_route
+from tests.e2e.standin_route import Background, Route, quick_provider, running_route
 from tests.harness import raw_connection, wait_until
 
 KEY = "sk-page-0123456789"
 SLOW = {"provider": "sleep:0.3", "decoder": "--token-delay 0.05"}
 
 
+ALIAS = "<img src=x onerror=document.title='model'>"
+PROGRAM = "<b onclick=alert(1)>run<b>"
+
+
 @pytest.fixture(name="shared", scope="module")
-def fixture_shared() -> Iterator[Route]:
-    """Run one daemon for what does not end it."""
-    with running_route() as route:
+def fixture_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Route]:
+    """Run one daemon for what does not end it: of odd names, and with costs that it has learned."""
+    home = tmp_path_factory.mktemp("page")
+    program = quick_provider(home)
+    program = program.rename(program.with_name(PROGRAM))
+    write_costs(home / COSTS_FILE)
+    state = {"STATE_DIRECTORY": str(home)}
+    with running_route("--alias", ALIAS, provider=program, env=state) as route:
         yield route
+
+
+def write_costs(path: Path) -> None:
+    """Write what a daemon would have learned where the decoder is slower by the token alone."""
+    costs, now = Costs(), time.time()
+    for tokens in (20, 80, 300, 700, 1500) * 2:
+        costs.note_decoder(0, tokens, 5.0 + tokens, overlapped=False, now=now)
+        for way, fixed_ms in ((HandoffRoute.FILE, 300.0), (HandoffRoute.SHARED, 150.0)):
+            run_ms = fixed_ms + tokens / 10
+            costs.note_provider(way, tokens, run_ms, overlapped=False, cold=False, now=now)
+        costs.note_restore(tokens * 48, 1.0, now)
+        costs.note_state(tokens, tokens * 48)
+        costs.note_adopt(1.0)
+        costs.note_lock(0.1)
+    path.write_text(json.dumps({"subject": {}, "costs": costs.to_json()}))
+    path.chmod(0o600)
 
 
 @pytest.fixture(name="route")
@@ -100,6 +131,78 @@ def reload_with(route: Route, old: str, new: str) -> Any:
     return route.daemon.control("/v1/reload", "POST")
 
 
+def grouped(number: int) -> str:
+    """Return a number as the page writes it."""
+    return f"{number:,}".replace(",", "\u202f")
+
+
+def test_page_in_a_browser_draws_where_a_handoff_pays(route: Route, browser: Browser) -> None:
+    """Every curve is inside its picture; they cross where it says, which is where status says."""
+    open_page(browser, route)
+
+    def found() -> dict[str, Any] | None:
+        policy = route.daemon.status()["policy"]
+        drawn = browser.run(_EVEN)
+        said = f"By state file a handoff beats the decoder from {grouped(policy['wins'][0][0])} "
+        return {**policy, **drawn} if said in drawn["said"] else None
+
+    even = wait_until(found, "the page says what status says")
+    (start, end), *others = even["wins"]
+    assert (others, even["route"], end) == ([], "file", even["last"])
+    shared = re.search(r"By the shared route a handoff beats the decoder from (\d+) ", even["said"])
+    assert shared
+    starts = [start, int(shared[1])]
+    assert 100 < starts[1] < starts[0] < 400
+    assert {f"{grouped(one)} tokens" for one in starts} <= set(even["labels"])
+
+    left, top, width, height = (float(word) for word in even["box"].split())
+    curves = even["curves"]
+    assert sorted(curves) == ["d", "f", "s"]
+    for points in curves.values():
+        assert None not in itertools.chain.from_iterable(points), "what is no number"
+        xs, ys = zip(*points, strict=True)
+        assert len(points) > 20
+        assert list(xs) == sorted(set(xs))
+        assert left < xs[0] < left + width / 4 < left + width * 3 / 4 < xs[-1] < left + width
+        assert top < min(ys) < max(ys) < top + height
+    for (x, y), way in zip(even["dots"], ("f", "s"), strict=True):
+        assert height_at(curves["d"], x) == pytest.approx(y, abs=3)
+        assert height_at(curves[way], x) == pytest.approx(y, abs=3)
+        # Above is longer: the decoder's begins below the other and ends above it.
+        assert curves["d"][0][1] > curves[way][0][1]
+        assert curves["d"][-1][1] < curves[way][-1][1]
+    assert even["legend"] == [
+        "decoder alone",
+        "handed over by state file",
+        "handed over by the shared route",
+    ]
+    assert browser.console() == []
+
+
+def height_at(points: list[tuple[float, float]], x: float) -> float:
+    """Return where a curve is at this x."""
+    for (x1, y1), (x2, y2) in itertools.pairwise(points):
+        if x1 <= x <= x2:
+            return y1 + (y2 - y1) * (x - x1) / (x2 - x1)
+    raise AssertionError(f"{x} is not on the curve")
+
+
+_EVEN = """
+const svg = document.getElementById("even"), seen = svg.getBoundingClientRect().height > 0;
+const all = (what) => seen ? [...svg.querySelectorAll(what)] : [];
+const pairs = (text) => text.trim().split(/\\s+/).map((pair) => pair.split(",").map(Number));
+return {
+  said: document.getElementById("even-text").innerText,
+  box: svg.getAttribute("viewBox"),
+  curves: Object.fromEntries(
+    all("polyline.curve").map((n) => [n.classList[1], pairs(n.getAttribute("points"))])),
+  dots: all("circle.dot").map((n) => [+n.getAttribute("cx"), +n.getAttribute("cy")]),
+  labels: all("text").map((n) => n.textContent),
+  legend: [...document.querySelectorAll("#even-legend li")].map((n) => n.innerText),
+};
+"""
+
+
 def test_page_is_ours_and_never_asks_the_decoder(route: Route) -> None:
     """What is below /onebit/ is answered by onebitd whatever it is; the guards are before it."""
     ask = route.daemon.request
@@ -141,6 +244,19 @@ def test_events_tell_a_handoff_and_neither_its_prompt_nor_its_id(route: Route) -
     wait_until(lambda: viewers_of(route) == 0, "the viewers are gone")
 
 
+def test_page_in_a_browser_takes_no_name_for_markup(route: Route, browser: Browser) -> None:
+    """Those of the model and the provider are somebody's own: they stand there as they are."""
+    open_page(browser, route)
+    assert route.daemon.status()["model"]["alias"] == ALIAS
+    facts = browser.text("#facts").splitlines()
+    assert {ALIAS, PROGRAM} <= set(facts)
+    assert (
+        browser.run("return document.querySelectorAll('img, b, [onerror], [onclick]').length") == 0
+    )
+    assert browser.run("return document.title") == "test \u2013 onebitd"
+    assert browser.console() == []
+
+
 def test_page_in_a_browser_shows_the_state_and_a_handoff_while_it_goes(
     route: Route, browser: Browser
 ) -> None:
@@ -150,7 +266,7 @@ def test_page_in_a_browser_shows_the_state_and_a_handoff_while_it_goes(
     open_page(browser, route)
     assert browser.text("#state") == "ready"
     assert "Nothing is wrong" in browser.text("#said")
-    before = rows(browser)
+    before, used = rows(browser), route.daemon.status()["handoffs"]["used"]
     route.behave(**SLOW)
     first = Background(route.daemon.chat, "the first one", stream=True, max_tokens=40)
     wait_until(lambda: route.daemon.status()["slot"]["phase"] == "decode", "the first decodes")
@@ -174,7 +290,8 @@ def test_page_in_a_browser_shows_the_state_and_a_handoff_while_it_goes(
     assert "of it while the decoder worked" in browser.text("#line-text")
     assert "nothing of it" not in browser.text("#line-text")
     assert "used" in browser.text("#recent tr")
-    wait_until(lambda: "2" in browser.text("#outcomes tr"), "the outcomes are counted")
+    counted = str(used + 2)
+    wait_until(lambda: browser.text("#outcomes td.num") == counted, "the outcomes are counted")
     assert browser.console() == []
 
 

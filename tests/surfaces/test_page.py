@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 import re
 import socket
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -46,13 +48,15 @@ class Rig:
         self.in_flight = InFlight()
         self.asked = 0
         nothing = LockStatus("/l", False, False, None, None)
-        sources = Sources(self.status, lambda: nothing, lambda: COSTS, self.in_flight)
+        self.shown, self.costs = STATUS, COSTS
+        self._began = int(time.time())
+        sources = Sources(self.status, lambda: nothing, lambda: self.costs, self.in_flight)
         self.page = Page(sources, enabled=enabled)
 
     def status(self, lock: LockStatus) -> Any:
         """Return what the daemon would say, and count that it was asked."""
         self.asked += 1
-        return STATUS
+        return dataclasses.replace(self.shown, uptime_s=time.time() - self._began)
 
     def finish(self, name: str = "r") -> HandoffRecord:
         """Have a handoff end."""
@@ -221,6 +225,30 @@ async def test_viewer_who_comes_back_gets_no_handoff_twice(
     await trio.sleep(0.1)
     assert [one["n"] for one in back.events("handoff")] == [2]
     assert [one["n"] for one in stranger.events("handoff")] == [1, 2]
+    [requests] = stranger.events("requests")
+    assert stranger.last_id == f"{requests['boot']}-2", "its requests are of the same life"
+    nursery.cancel_scope.cancel()
+
+
+async def test_costs_are_told_anew_once_there_is_another_provider_or_context(
+    clock: trio.testing.MockClock, nursery: trio.Nursery
+) -> None:
+    """Without a handoff: the first viewer may have come while the model was loading."""
+    rig = Rig()
+    viewer = Viewer(rig)
+    nursery.start_soon(viewer.run)
+    for changed, now in (
+        ({}, {}),
+        ({"model": dataclasses.replace(STATUS.model, ctx_size=512)}, {"ctx_size": 9000}),
+        ({"provider": dataclasses.replace(STATUS.provider, program="/new")}, {"provider": "/new"}),
+    ):
+        before = len(viewer.events("costs"))
+        rig.shown = dataclasses.replace(STATUS, **changed)
+        rig.costs = COSTS | now
+        await trio.sleep(7)
+        assert len(viewer.events("costs")) == before + 1
+    await trio.sleep(30)
+    assert len(viewer.events("costs")) == 3
     nursery.cancel_scope.cancel()
 
 
