@@ -119,9 +119,12 @@ class Reply:
                     # Whoever closed it may have cancelled us: that is then what happened.
                     await trio.lowlevel.checkpoint_if_cancelled()
                     raise BackendGone("the reply is closed")
+                data = b""
                 self._call.waits = True
                 await wait_readable(self._fd)
                 self._call.waits = False
+                if self._fd < 0:
+                    continue  # closed when bytes had come already
                 try:
                     data = self._connection.recv(_READ_BYTES)
                 except BlockingIOError:
@@ -130,7 +133,7 @@ class Reply:
                     self._body.feed_eof()
                     return b""
         except FramingError as error:
-            raise BackendGone(f"the decoder's reply broke off: {error}") from error
+            raise BackendGone("the decoder's reply broke off", quoted=str(error)) from error
         except (OSError, trio.ClosedResourceError) as error:
             raise BackendGone("the decoder's connection broke in the middle of a reply") from error
 
@@ -194,7 +197,7 @@ class LlamaServer:
         try:
             head = request_head(method, target, _framed(headers, method, body))
         except HeadError as error:
-            raise RequestError(400, f"the request cannot be passed on: {error}") from error
+            raise RequestError(400, "the request cannot be passed on", quoted=str(error)) from error
         await trio.lowlevel.checkpoint_if_cancelled()
         connection = await self._connect()
         try:
@@ -204,7 +207,7 @@ class LlamaServer:
             return Reply(connection, reply.status, reply.headers, reader, rest, call)
         except (HeadError, FramingError) as error:
             _close(connection)
-            raise BackendGone(f"the decoder's reply is not HTTP: {error}") from error
+            raise BackendGone("the decoder's reply is not HTTP", quoted=str(error)) from error
         except OSError as error:
             _close(connection)
             raise BackendGone("the decoder closed the connection") from error

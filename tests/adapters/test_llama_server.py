@@ -469,6 +469,59 @@ async def test_reply_closed_by_whoever_cancels_its_reader_is_cancelled_not_gone(
         assert scope.cancelled_caught
 
 
+async def test_reply_closed_when_bytes_had_come_already_is_cancelled_not_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its reader has been woken by them, and comes to run after the cancel."""
+    gate = trio.Event()
+
+    async def script(stream: trio.SocketStream) -> None:
+        head, first, second, _ = chunked(b"data: 1\n\n", b"data: 2\n\n")
+        await stream.send_all(head + first)
+        await gate.wait()
+        await stream.send_all(second)
+
+    async with serving(script) as scripted:
+        got = await scripted.client.open(b"GET", b"/", [(b"host", b"x")], b"")
+        assert await got.read() == b"data: 1\n\n"
+        with trio.CancelScope() as scope:
+
+            async def woken(fd: int) -> None:
+                await trio.lowlevel.wait_readable(fd)
+                scope.cancel()
+                got.close()
+
+            monkeypatch.setattr(llama_server, "wait_readable", woken)
+            gate.set()
+            await got.read()
+        assert scope.cancelled_caught
+
+
+async def test_reply_whose_reader_is_woken_for_nothing_takes_nothing_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The half of a chunk that was there before has been taken."""
+    head, first, end = chunked(b"data: 1\n\n")
+    gate = trio.Event()
+
+    async def script(stream: trio.SocketStream) -> None:
+        await stream.send_all(head + first[:1])
+        await gate.wait()
+        await stream.send_all(first[1:] + end)
+
+    async with serving(script) as scripted:
+        got = await scripted.client.open(b"GET", b"/", [(b"host", b"x")], b"")
+
+        async def woken(fd: int) -> None:
+            if gate.is_set():
+                await trio.lowlevel.wait_readable(fd)
+            gate.set()
+
+        monkeypatch.setattr(llama_server, "wait_readable", woken)
+        assert await got.read_all() == b"data: 1\n\n"
+        got.close()
+
+
 async def test_reply_that_ended_says_so_without_another_read() -> None:
     """With a length, once all of it was returned; never before."""
     async with serving(answer(reply(b"{}")[:-1], b"}")) as scripted:
