@@ -38,6 +38,7 @@ _KEYS: Final = frozenset(
         "NUMAPolicy", "Nice", "OOMPolicy", "OOMScoreAdjust", "TasksMax",
     }
 )  # fmt: skip
+_ALL_BY_DEFAULT: Final = "CapabilityBoundingSet"
 _DIRECTORIES: Final = {
     "RuntimeDirectory": "%t",
     "StateDirectory": "%S",
@@ -77,16 +78,21 @@ def properties(
 ) -> list[str]:
     """Return the lines of a service that decide what it sees, may do, has, and is set to.
 
+    An empty value takes earlier lines of its key back, and is not returned where the default is
+    nothing: systemd-run(1) does not take an empty one for each key.
+
     Args:
         unit: what `systemctl cat` prints: the unit and its drop-ins, in order.
         instance: of the template.
         specifiers: values of the other specifiers; one that is not known stays.
     """
-    return [
-        f"{key}={_expanded(value, instance, specifiers)}"
-        for key, value in _service_lines(unit)
-        if key in _KEYS
-    ]
+    found: list[tuple[str, str]] = []
+    for key, value in _service_lines(unit):
+        if not value:
+            found = [line for line in found if line[0] != key]
+        if key in _KEYS and (value or key == _ALL_BY_DEFAULT):
+            found.append((key, _expanded(value, instance, specifiers)))
+    return [f"{key}={value}" for key, value in found]
 
 
 def directories(

@@ -10,26 +10,21 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
-from onebitd.adapters import systemd_tools
 from onebitd.adapters.config_file import path_for
-from onebitd.client import AccessDenied, ClientError, ControlClient
 from onebitd.core import paths
 from onebitd.doctor import (
     by_hand,
     daemon,
-    devices,
     finding,
-    lock,
+    outside,
     page,
-    port,
     service,
     sight,
-    unit,
 )
 from onebitd.doctor.by_hand import Started
-from onebitd.doctor.finding import Finding, State, failed, skipped
+from onebitd.doctor.finding import Finding, State
 from onebitd.doctor.place import Place
 from onebitd.doctor.request import Report, Request
 from onebitd.doctor.service import NoService, Service
@@ -64,7 +59,10 @@ def run(options: Options) -> int:
     file = options.config or str(path_for(options.instance, environ))
     place = Place(options.instance, is_root=uid == 0, config_file=file)
     found, why_here = _find(options, place, environ, uid)
-    started = _started(found, place, environ) if options.config is None else None
+    socket = None if found is None else _socket(found, environ)
+    started = None
+    if options.config is None:
+        started, socket = _started(found, place, environ, socket)
     if started is not None:
         found, why_here = None, f"the daemon, pid {started.pid}, was started by hand"
         place = dataclasses.replace(place, config_file=started.config_file or file)
@@ -72,7 +70,7 @@ def run(options: Options) -> int:
         place = found.place
     is_inside = found is not None and not why_here
     place = dataclasses.replace(place, inside=is_inside)
-    request = _request(options, place, found, environ, started)
+    request = _request(options, place, found, environ, started, socket)
     _progress(f"checking {'inside ' + place.unit if is_inside else 'here'} ...")
     try:
         with _ended_in_order():
@@ -83,8 +81,9 @@ def run(options: Options) -> int:
                 report = _run_here(request, None if started is None else started.directory)
     finally:
         _progress("")
-    checks = [_amended(one, report.facts, place) for one in report.findings]
-    checks += _from_outside(found, report.facts, place, environ)
+    for_service = found is not None and not options.here
+    checks = outside.amended(report.findings, report.facts, place, for_service=for_service)
+    checks += outside.check(found, report.facts, place, environ, socket)
     checks = finding.in_order(checks)
     where = _where(place, why_here)
     if options.json:
@@ -102,13 +101,33 @@ def run(options: Options) -> int:
     return finding.exit_status(checks)
 
 
-def _started(found: Service | None, place: Place, environ: Mapping[str, str]) -> Started | None:
-    """Return how the daemon was started, if it runs and is not the service."""
+def _socket(found: Service, environ: Mapping[str, str]) -> str:
+    """Return where a service's control socket is when it runs."""
+    return _socket_in({**environ, **found.directories(environ)}, found.place)
+
+
+def _socket_in(environ: Mapping[str, str], place: Place) -> str:
+    runtime = paths.runtime_dir(place.instance, environ, os.geteuid())
+    return f"{runtime}/{paths.CONTROL_SOCKET}"
+
+
+def _started(
+    found: Service | None, place: Place, environ: Mapping[str, str], socket: str | None
+) -> tuple[Started | None, str | None]:
+    """Return how the daemon was started, if it runs and is not the service; and its socket.
+
+    Only where nobody's service would be started by the question.
+    """
     if found is not None and (found.runs or _rests(found.place)):
-        return None
-    status, _ = _ask(None, place, environ)
-    pid = None if status is None else status.get("pid")
-    return by_hand.started(pid) if type(pid) is int else None
+        return None, socket
+    looked_at = [None] if socket is None else [_socket_in(environ, place), socket]
+    for one in dict.fromkeys(looked_at):
+        status, _ = daemon.ask(place.instance, environ, one)
+        pid = None if status is None else status.get("pid")
+        started = by_hand.started(pid) if type(pid) is int else None
+        if started is not None:
+            return started, one
+    return None, socket
 
 
 def _run_here(request: Request, directory: str | None) -> Report:
@@ -176,6 +195,7 @@ def _request(
     found: Service | None,
     environ: Mapping[str, str],
     started: Started | None,
+    socket: str | None,
 ) -> Request:
     argv: Sequence[str] = ["--instance", options.instance]
     variables: Mapping[str, str] = {}
@@ -187,78 +207,12 @@ def _request(
     if options.config is not None:
         argv = ["--config", options.config]
     runs = found is None or found.runs
-    return Request(place, tuple(argv), variables, quick=options.quick, runs=runs)
-
-
-def _amended(one: Finding, facts: Mapping[str, Any], place: Place) -> Finding:
-    """Say of a file that is missing inside and is there outside that the sandbox hides it."""
-    path = (facts.get("missing") or {}).get(one.name)
-    if not place.inside or one.state is not State.FAILED or not path or not os.path.exists(path):
-        return one
-    what = one.message.partition(f" {path}")[0]
-    return failed(one.name, sight.hidden_sentence(what, path), sight.show_fix(place, path))
-
-
-def _from_outside(
-    found: Service | None, facts: Mapping[str, Any], place: Place, environ: Mapping[str, str]
-) -> list[Finding]:
-    """Return what is checked from here: unit, daemon, ports, users of devices, the lock's place."""
-    status, why_not = _ask(found, place, environ)
-    findings = [*daemon.judge(status, why_not, place), *devices.check_users()]
-    if facts:
-        ours = [status["pid"]] if status is not None and "pid" in status else []
-        findings += _ports(facts, ours, place)
-    if place.inside:
-        compared = lock.compare(facts.get("lock_directory"), place)
-        findings += [compared] if compared is not None else []
-    if found is None:
-        findings.append(skipped("service", "there is no service"))
-        return findings
-    masked = unit.masked_drop_ins(place, unit.directories(place, environ))
-    return [*findings, *unit.judge(found.shown, masked, facts, place)]
-
-
-def _ports(facts: Mapping[str, Any], ours: Sequence[int], place: Place) -> list[Finding]:
-    host, number = str(facts.get("host")), int(facts.get("port") or 0)
-    has_unit = _has_socket_unit(place)
-    found = [port.check(host, number, ours, place, has_socket_unit=has_unit)]
-    host, colon, text = str(facts.get("metrics") or "").rpartition(":")
-    if colon and text.isdigit():
-        metrics = port.check(host, int(text), ours, place)
-        message = metrics.message.replace("http.port", "metrics.listen")
-        found.append(dataclasses.replace(metrics, name="port.metrics", message=message))
-    return found
-
-
-def _has_socket_unit(place: Place) -> bool:
-    name = f"onebitd-http@{place.instance}.socket"
-    return place.scope == "system" and _is_active(place, name)
+    return Request(place, tuple(argv), variables, socket, quick=options.quick, runs=runs)
 
 
 def _rests(place: Place) -> bool:
     """Tell whether systemd holds the control socket: to ask there would start the service."""
-    return _is_active(place, f"onebitd@{place.instance}.socket")
-
-
-def _is_active(place: Place, unit_name: str) -> bool:
-    user = ("--user",) if place.scope == "user" else ()
-    return systemd_tools.run("systemctl", *user, "is-active", "--quiet", unit_name).status == 0
-
-
-def _ask(
-    found: Service | None, place: Place, environ: Mapping[str, str]
-) -> tuple[dict[str, Any] | None, str]:
-    """Return the daemon's status, or why it has none."""
-    if found is not None and not found.runs:
-        return None, "it does not run"
-    given = {} if found is None else found.directories(environ)
-    runtime = paths.runtime_dir(place.instance, {**environ, **given}, os.geteuid())
-    try:
-        return ControlClient(f"{runtime}/{paths.CONTROL_SOCKET}").status(), ""
-    except AccessDenied as error:
-        return None, str(error)
-    except ClientError:
-        return None, "it does not run"
+    return outside.is_active(place, f"onebitd@{place.instance}.socket")
 
 
 def _is_denied(checks: Sequence[Finding]) -> bool:
@@ -269,6 +223,6 @@ def _is_denied(checks: Sequence[Finding]) -> bool:
 
 
 def _progress(text: str) -> None:
-    if sys.stderr.isatty():
+    if cli_terminal.can_move(sys.stderr):
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,14 +19,21 @@ from onebitd.adapters.device_access import SMALL_BYTES
 from onebitd.adapters.lock_probe import command_of
 from onebitd.doctor import sight
 from onebitd.doctor.finding import Finding, failed, ok, warning
-from onebitd.doctor.place import Place
+from onebitd.doctor.place import Place, plain
 from onebitd.doctor.port import program_name
 
+NO_NODES: Final = "device.nodes"
 _NODES: Final = (("accel/accel*", "accel"), ("dri/renderD*", "drm"), ("kfd", "kfd"))
+_KERNEL_NAMES: Final = {kind: pattern.rpartition("/")[2] for pattern, kind in _NODES}
 _CLASSES: Final = {"accel": "char-accel", "drm": "char-drm", "kfd": "char-kfd"}
 _NPU_IDS: Final = frozenset({("0x1022", "0x1502"), ("0x1022", "0x17f0")})
 """PCI vendor and device of the XDNA and XDNA 2 NPUs (amdxdna's table)."""
-_MODULES: Final = ("amdxdna", "amdgpu")
+_NPU_DRIVER: Final = "amdxdna"
+_FIRST_KERNEL: Final = "6.14"
+"""Of Linux, with that driver."""
+_MODULES: Final = (_NPU_DRIVER, "amdgpu")
+_NO_IOMMU: Final = frozenset({"amd_iommu=off", "iommu=off"})
+"""Words of the kernel's command line with which amdxdna makes no device: it needs shared memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,25 +127,38 @@ def check_users(root: Path = Path("/")) -> list[Finding]:
     return found
 
 
-def check(who: Who, place: Place, root: Path = Path("/")) -> list[Finding]:
-    """Look at nodes, limit and drivers."""
-    nodes = read_nodes(root)
+def check(nodes: Sequence[Node], who: Who, place: Place) -> list[Finding]:
+    """Look at nodes and limit, which a service may have of its own."""
+    return [*judge_nodes(nodes, who, place), judge_memlock(who.memlock_bytes, nodes, place)]
+
+
+def judge_hidden(inside: Collection[str], outside: Sequence[Node], place: Place) -> list[Finding]:
+    """Say which nodes the service does not see.
+
+    Args:
+        inside: paths of those that it sees.
+    """
+    fix = place.drop_in("see-devices", "PrivateDevices=no")
     return [
-        *judge_nodes(nodes, who, place),
-        judge_memlock(who.memlock_bytes, nodes, place),
-        *check_drivers(nodes, place, root),
+        failed(_name(node), f"{node.path} is hidden from the service (PrivateDevices=)", fix)
+        for node in outside
+        if node.path not in inside
     ]
+
+
+def _name(node: Node) -> str:
+    return f"device.{Path(node.path).name}"
 
 
 def judge_nodes(nodes: Sequence[Node], who: Who, place: Place) -> list[Finding]:
     """Say of each node whether it can be used, and if not which group or rule is missing."""
     if not nodes:
-        return [ok("device.nodes", "no /dev/accel, /dev/dri or /dev/kfd: there is only the CPU")]
+        return [ok(NO_NODES, "no /dev/accel, /dev/dri or /dev/kfd: there is only the CPU")]
     return [_judge_node(node, who, place) for node in nodes]
 
 
 def _judge_node(node: Node, who: Who, place: Place) -> Finding:
-    name = f"device.{node.path.rpartition('/')[2]}"
+    name = _name(node)
     facts = f"{node.path} ({node.owner})"
     if node.can_open:
         return ok(name, facts)
@@ -146,7 +166,8 @@ def _judge_node(node: Node, who: Who, place: Place) -> Finding:
         rule = f"DeviceAllow={_CLASSES[node.kind]} rw"
         text = f"{facts} is kept from the service by its unit: {rule} is missing, or the driver"
         text += " was loaded after the service was started"
-        fix = place.drop_in("devices", rule, f"DeviceAllow={node.path} rw")
+        file = f"devices-{plain(Path(node.path).name)}"
+        fix = place.drop_in(file, rule, f"DeviceAllow={node.path} rw")
         return failed(name, text, fix if place.inside else None)
     return failed(name, *_closed(node, facts, who, place))
 
@@ -158,7 +179,8 @@ def _closed(node: Node, facts: str, who: Who, place: Place) -> tuple[str, str]:
         text += f", which is not in the group {group}"
         return text, place.join(group, who.name)
     text += ", and no group would help: a udev rule has to give it to one"
-    rule = f'SUBSYSTEM=="{node.kind}", GROUP="render", MODE="0660"'
+    which = f'SUBSYSTEM=="{node.kind}", KERNEL=="{_KERNEL_NAMES[node.kind]}"'
+    rule = f'{which}, GROUP="render", MODE="0660"'
     return text, (
         f"echo '{rule}' |\n  {place.sudo}tee /etc/udev/rules.d/70-{node.kind}.rules\n"
         f"{place.sudo}udevadm control --reload && {place.sudo}udevadm trigger"
@@ -179,6 +201,8 @@ def judge_memlock(limit: int, nodes: Sequence[Node], place: Place) -> Finding:
     if not any(node.kind == "accel" for node in nodes):
         return ok(name, f"{text}, and no NPU needs more")
     fix = place.drop_in("memlock", "LimitMEMLOCK=infinity")
+    if place.scope == "user":
+        fix = place.users_limit("LimitMEMLOCK=infinity")
     if not place.inside:
         fix = f"{place.sudo}prlimit --memlock=unlimited --pid $$"
     if limit < SMALL_BYTES:
@@ -187,18 +211,41 @@ def judge_memlock(limit: int, nodes: Sequence[Node], place: Place) -> Finding:
 
 
 def check_drivers(nodes: Sequence[Node], place: Place, root: Path = Path("/")) -> list[Finding]:
-    """Say which drivers are loaded, of which version, and what they say of the NPU."""
+    """Say which drivers are loaded, of which version, and what they say of the NPU.
+
+    Not from inside a service, which may see neither the nodes nor the kernel's modules.
+    """
     found = [
         ok(f"device.{module}", _module_text(module, root))
         for module in _MODULES
         if (root / "sys/module" / module).is_dir()
     ]
     if not any(node.kind == "accel" for node in nodes) and _has_npu(root):
-        text = "this machine has an NPU, and no /dev/accel: its driver amdxdna is not loaded"
-        found.append(warning("device.npu", text, f"{place.sudo}modprobe amdxdna"))
+        found.append(_without_node(place, root))
     npus = [node for node in nodes if node.kind == "accel"]
     classes = root / "sys/class/accel"
     return found + [_npu(classes / Path(node.path).name / "device", node) for node in npus]
+
+
+def _without_node(place: Place, root: Path) -> Finding:
+    """Say why an NPU has no node."""
+    name, text = "device.npu", "this machine has an NPU, and no /dev/accel"
+    kernel = _text(root / "proc/sys/kernel/osrelease")
+    modules = root / "lib/modules" / kernel
+    is_in_kernel = f"/{_NPU_DRIVER}.ko" in _text(modules / "modules.builtin")
+    if is_in_kernel or (root / "sys/module" / _NPU_DRIVER).is_dir():
+        text += f": its driver {_NPU_DRIVER} is loaded and has made no device"
+        refused = sorted(_NO_IOMMU.intersection(_text(root / "proc/cmdline").split()))
+        if refused:
+            text += f", which takes the IOMMU: the kernel was started with {' '.join(refused)}"
+        fix = f"{place.sudo}dmesg | grep -iE '{_NPU_DRIVER}|iommu'"
+        return warning(name, text, fix)
+    listed = _text(modules / "modules.dep")
+    if listed and f"/{_NPU_DRIVER}.ko" not in listed:
+        text += f": the kernel {kernel} has no driver {_NPU_DRIVER}, Linux {_FIRST_KERNEL} has it"
+        return warning(name, text)
+    text += f": its driver {_NPU_DRIVER} is not loaded"
+    return warning(name, text, f"{place.sudo}modprobe {_NPU_DRIVER}")
 
 
 def _module_text(module: str, root: Path) -> str:

@@ -20,11 +20,11 @@ import structlog
 import trio
 
 from onebitd.adapters.config_file import check_files
-from onebitd.client import AccessDenied, ClientError, ControlClient
+from onebitd.client import NoDaemon
 from onebitd.core import paths, unit_sandbox
 from onebitd.core.config import Config
 from onebitd.core.errors import ConfigError, UsageError
-from onebitd.doctor import decoder, devices, kept, lock, model, provider, sight, space
+from onebitd.doctor import daemon, decoder, devices, kept, lock, model, provider, sight, space
 from onebitd.doctor.finding import Finding, State, failed, ok, skipped
 from onebitd.doctor.place import Place, folded
 from onebitd.doctor.request import Report, Request, request_from
@@ -34,6 +34,7 @@ from onebitd.surfaces.launch import slots_dir
 
 _CHECKED_ELSEWHERE: Final = ("model.path:", "provider.program:", "provider.elfs:", "lock.path:")
 _LLAMA_SERVER: Final = "backend.llama_server:"
+_PROGRAMS: Final = ("decoder.program", "provider.program")
 
 
 def main() -> int:
@@ -71,9 +72,10 @@ async def examine(request: Request) -> Report:
     _drop_log_lines()
     environ = {**os.environ, **request.environ}
     here = request.place
-    report = Report([], {})
+    nodes = devices.read_nodes()
+    report = Report([], {"nodes": [one.path for one in nodes]})
     config = _load(request, environ, report.findings)
-    report.findings += devices.check(devices.Who.this_process(), here)
+    report.findings += devices.check(nodes, devices.Who.this_process(), here)
     if config is None:
         report.findings.append(skipped("model", "the configuration says what it is"))
         return report
@@ -85,7 +87,7 @@ async def examine(request: Request) -> Report:
     provider_found = provider.check_program(config, here, environ)
     report.findings += provider_found
     report.findings.append(lock.check(config.lock, here))
-    status, denied = _ask_daemon(config, environ) if request.runs else (None, None)
+    status, denied = _ask_daemon(config, request, environ) if request.runs else (None, None)
     is_sound = not any(one.state is State.FAILED for one in (*found, *provider_found))
     why_not = None if is_sound and program is not None else "not started: see above"
     if denied is not None:
@@ -102,6 +104,8 @@ async def examine(request: Request) -> Report:
             learned = await trials.run(status)
     size = learned or (None if header is None else header.bytes_per_token)
     runtime = Path(paths.runtime_dir(config.instance, environ, os.geteuid()))
+    if request.socket is not None:
+        runtime = Path(request.socket).parent
     ctx_size = _ctx_size(config, status, header)
     if config.provider.program is not None:
         where = str(slots_dir(config, runtime))
@@ -148,7 +152,7 @@ def _config_fix(line: str, here: Place) -> str:
     if "permission denied" not in line or not here.config_file:
         return here.edit()
     if not here.inside and not here.is_root:
-        return f"sudo onebitctl -i {here.instance} doctor"
+        return here.as_root
     file = shlex.quote(here.config_file)
     return folded([f"{here.sudo}chgrp onebitd {file} &&", f"{here.sudo}chmod 640 {file}"])
 
@@ -168,26 +172,28 @@ def _facts(config: Config) -> dict[str, Any]:
         "drain_timeout_s": config.http.drain_timeout_s,
         "load_timeout_s": config.backend.load_timeout_s,
         "lock_directory": lock.directory_of(config.lock),
-        "missing": {name: path for name, path in named.items() if _is_missing(path)},
+        "missing": {name: path for name, path in named.items() if _why(path) == "missing"},
+        "denied": {
+            name: path
+            for name, path in {**named, "lock": config.lock.path}.items()
+            if _why(path, os.X_OK if name in _PROGRAMS else os.R_OK) == "denied"
+        },
     }
 
 
-def _is_missing(path: str) -> bool:
-    step = sight.look(path, os.F_OK)
-    return step is not None and step.why == "missing"
+def _why(path: str, wanted: int = os.F_OK) -> str | None:
+    step = sight.look(path, wanted)
+    return None if step is None else step.why
 
 
 def _ask_daemon(
-    config: Config, environ: Mapping[str, str]
+    config: Config, request: Request, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any] | None, str | None]:
     """Return the status of the running daemon, or why one that runs does not tell."""
-    runtime = paths.runtime_dir(config.instance, environ, os.geteuid())
-    try:
-        return ControlClient(f"{runtime}/{paths.CONTROL_SOCKET}").status(), None
-    except AccessDenied as error:
-        return None, str(error)
-    except ClientError:
-        return None, None
+    status, why_not = daemon.ask(config.instance, environ, request.socket)
+    if why_not is None or isinstance(why_not, NoDaemon):
+        return status, None
+    return None, str(why_not)
 
 
 def _ctx_size(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from typing import Final
 
@@ -20,13 +21,16 @@ _HISTORY: Final = "state.history"
 
 def check(config: Config, environ: Mapping[str, str], place: Place) -> list[Finding]:
     """Look at the directory and at the file of past handoffs; nothing is made or written."""
+    if place.scope == "system" and not place.inside and not place.is_root:
+        return [skipped(_DIRECTORY, "what the service keeps is seen by root and the service alone")]
     directory = paths.state_dir(config.instance, environ, os.geteuid())
     if not os.path.isdir(directory):
         return [skipped(_DIRECTORY, f"{directory} is made when the daemon starts")]
     if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
         user = sight.own_name()
         text = f"{directory} cannot be written by {user}: costs and handoffs are not kept"
-        return [warning(_DIRECTORY, text, f"{place.manager}chown -R {user} {directory}")]
+        fix = f"{place.sudo}chown -R {shlex.quote(user)} {shlex.quote(directory)}"
+        return [warning(_DIRECTORY, text, fix)]
     return [ok(_DIRECTORY, f"{directory} can be written"), _history(directory)]
 
 

@@ -13,7 +13,8 @@ from onebitd.core.config import LockConfig
 from onebitd.core.paths import DEVICE_LOCK
 from onebitd.doctor import sight
 from onebitd.doctor.finding import Finding, failed, ok, skipped, warning
-from onebitd.doctor.place import Place
+from onebitd.doctor.place import Place, folded
+from onebitd.doctor.sight import Step
 
 NAME: Final = "lock"
 _SHARED: Final = "lock.shared"
@@ -25,17 +26,25 @@ def check(config: LockConfig, place: Place) -> Finding:
     """Look at the lock file; never takes it."""
     if not config.enabled:
         return skipped(NAME, "no device lock is taken (NPU_NO_DEVICE_LOCK is set)")
-    return judge(lock_probe.probe(config.path), place)
+    closed = sight.look(os.path.dirname(config.path), os.X_OK)
+    return judge(lock_probe.probe(config.path), place, closed)
 
 
-def judge(found: lock_probe.LockStatus, place: Place) -> Finding:
-    """Say what a probe of the lock file means."""
+def judge(found: lock_probe.LockStatus, place: Place, closed: Step | None = None) -> Finding:
+    """Say what a probe of the lock file means.
+
+    Args:
+        closed: what keeps this process from its directory.
+    """
     path = found.path
+    if closed is not None and closed.why == "denied":
+        step = None if sight.is_sandboxed(path, closed) else closed
+        fix = None if step is None else sight.access_fix(place, step, "x")
+        text = sight.sentence("the lock", path, closed, sight.own_name())
+        return failed(NAME, text, fix or place.edit())
     if found.problem is not None:
         make = failed if not found.usable else warning
-        group = _GROUP.search(found.problem)
-        fix = place.join(group[1], sight.own_name()) if group else make_fix(path, place)
-        return make(NAME, f"{path}: {found.problem}", fix)
+        return make(NAME, f"{path}: {found.problem}", _fix(path, found.problem, place))
     if not found.exists:
         text = (
             f"{path} does not exist yet: whoever takes it first makes it, and programs of another"
@@ -47,6 +56,27 @@ def judge(found: lock_probe.LockStatus, place: Place) -> Finding:
     if found.held:
         return ok(NAME, f"{path}, held by a process that cannot be seen from here")
     return ok(NAME, f"{path}, free")
+
+
+def _fix(path: str, problem: str, place: Place) -> str | None:
+    """Return what puts a problem right, by the words that `lock_probe` has for each."""
+    group = _GROUP.search(problem)
+    directory = shlex.quote(os.path.dirname(path))
+    file = shlex.quote(path)
+    if group is not None:
+        return place.join(group[1], sight.own_name())
+    if problem.endswith(": remove it"):
+        return folded([f"{place.sudo}rm -r -- {file} &&", make_fix(path, place)])
+    if "chmod +t" in problem:
+        return f"{place.sudo}chmod +t {directory}"
+    if problem.startswith("it belongs to ") or "may not be opened" in problem:
+        # The file stays the one that others may have locked.
+        return folded([f"{place.sudo}chown root:render {file} &&", f"{place.sudo}chmod 660 {file}"])
+    if "may not be created" in problem:
+        return make_fix(path, place)
+    if "/proc/locks" in problem:
+        return None
+    return place.edit()  # another lock.path
 
 
 def make_fix(path: str, place: Place) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
@@ -50,6 +51,11 @@ class Place:
         return "systemctl --user" if self.scope == "user" else f"{self.sudo}systemctl"
 
     @property
+    def as_root(self) -> str:
+        """The command that sees everything, as the service does."""
+        return f"sudo onebitctl -i {self.instance} doctor"
+
+    @property
     def restart(self) -> str:
         """The command that starts the daemon afresh."""
         if self.scope == "none":
@@ -66,16 +72,25 @@ class Place:
         directory = "/etc/systemd/system"
         if self.scope == "user":
             directory = "~/.config/systemd/user"
-        written = folded(["printf '%s\\n'", *map(shlex.quote, ("[Service]", *lines)), "|"])
-        install = f"{self.manager}install -D -m 644 /dev/stdin"
         file = f"{directory}/{self.unit}.d/zz-{name}.conf"  # the last one counts
         reload = folded([f"{self.systemctl} daemon-reload &&", self.restart])
-        return f"{written}\n  {folded([install, file])}\n{reload}"
+        return f"{_written(file, self.manager, lines)}\n{reload}"
+
+    def users_limit(self, line: str) -> str:
+        """Return the commands that set a limit of every user's service manager.
+
+        A user's own unit cannot go beyond those.
+        """
+        file = "/etc/systemd/system/user@.service.d/zz-onebitd.conf"
+        return (
+            f"{_written(file, self.sudo, [line])}\n{self.sudo}systemctl daemon-reload\n"
+            f'{self.sudo}loginctl terminate-user "$USER"  # ends every session: log in again'
+        )
 
     def join(self, group: str, user: str) -> str:
         """Return the commands that put the daemon's user into a group."""
         if self.inside and self.scope == "system":
-            return self.drop_in("groups", f"SupplementaryGroups={group}")
+            return self.drop_in(f"groups-{plain(group)}", f"SupplementaryGroups={group}")
         return f"{self.sudo}usermod -aG {group} {shlex.quote(user)}  # then log in again"
 
     def edit(self) -> str:
@@ -91,6 +106,21 @@ class Place:
 def from_json(found: Mapping[str, Any]) -> Place:
     """Read what `to_json` made."""
     return Place(**found)
+
+
+def plain(text: str) -> str:
+    """Return a text as a part of a file's name.
+
+    >>> plain("/srv/my models")
+    '-srv-my-models'
+    """
+    return re.sub(r"[^A-Za-z0-9]+", "-", text)
+
+
+def _written(file: str, sudo: str, lines: Sequence[str]) -> str:
+    """Return the command that makes a drop-in with lines of [Service]."""
+    made = folded(["printf '%s\\n'", *map(shlex.quote, ("[Service]", *lines)), "|"])
+    return f"{made}\n  {folded([f'{sudo}install -D -m 644 /dev/stdin', file])}"
 
 
 def folded(pieces: Sequence[str]) -> str:

@@ -6,18 +6,19 @@ import dataclasses
 import ipaddress
 import os
 import re
-from collections.abc import Collection, Iterator
+import shlex
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from onebitd.adapters.lock_probe import command_of
-from onebitd.doctor.finding import Finding, failed, ok
+from onebitd.core.own_unit import unit_in
+from onebitd.doctor.finding import Finding, State, failed, ok
 from onebitd.doctor.place import Place
 
 NAME: Final = "port"
 _LISTENS: Final = "0A"
 _INTERPRETER: Final = re.compile(r"python[\d.]*|node|perl|ruby|(?:ba|da)?sh|java")
-_UNIT: Final = re.compile(r"/([^/]+\.(?:service|socket))(?:/|$)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,11 +32,38 @@ class Listener:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Owner:
-    """A process that has a socket; `unit` is its systemd unit, "" if it is in none."""
+    """A process that has a socket; `unit` is its service, "" if it is in none.
+
+    `of_user`: that is one of a user's own service manager.
+    """
 
     pid: int
     command: str
     unit: str = ""
+    of_user: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ours:
+    """What is known of the running daemon.
+
+    Attributes:
+        pid: its own; None where it does not tell.
+        addresses: where it says that it listens.
+        runs: it may be there, whether it has answered or not.
+    """
+
+    pid: int | None = None
+    addresses: tuple[str, ...] = ()
+    runs: bool = False
+
+    @classmethod
+    def of(cls, status: Mapping[str, Any] | None, *, runs: bool) -> Ours:
+        """Read it from `/v1/status`; None where nobody has answered."""
+        told = status or {}
+        pid, listen = told.get("pid"), told.get("listen")
+        addresses = tuple(map(str, listen)) if isinstance(listen, list) else ()
+        return cls(pid if type(pid) is int else None, addresses, runs)
 
 
 def parse_table(text: str) -> list[Listener]:
@@ -87,23 +115,22 @@ def owners_of(inode: int, root: Path = Path("/")) -> Iterator[Owner]:
         try:
             descriptors = os.listdir(proc / name / "fd")
             if any(os.readlink(proc / name / "fd" / one) == wanted for one in descriptors):
-                yield Owner(int(name), command_of(int(name)), _unit_of(proc / name))
+                yield Owner(int(name), command_of(int(name)), *_unit_of(proc / name))
         except OSError:
             continue  # gone, or another user's
 
 
-def _unit_of(process: Path) -> str:
+def _unit_of(process: Path) -> tuple[str, bool]:
     try:
-        found = _UNIT.findall((process / "cgroup").read_text())
+        return unit_in((process / "cgroup").read_text()) or ("", False)
     except OSError:
-        return ""
-    return str(found[-1]) if found else ""
+        return "", False
 
 
 def check(
     host: str,
     port: int,
-    ours: Collection[int],
+    ours: Ours,
     place: Place,
     *,
     has_socket_unit: bool = False,
@@ -112,7 +139,7 @@ def check(
     """Say whether the port is free, or has been taken.
 
     Args:
-        ours: processes whose socket it may be: the running daemon's.
+        ours: the running daemon, whose socket it may be.
         has_socket_unit: systemd holds a port for this instance, whatever the configuration says.
         root: in the place of `/`.
     """
@@ -137,30 +164,39 @@ def check(
 def judge(
     where: str,
     owners: Collection[Owner],
-    ours: Collection[int],
+    ours: Ours,
     place: Place,
 ) -> Finding:
     """Say who has the port; see `check`.
 
-    >>> judge("127.0.0.1:80", [Owner(7, "nginx", "nginx.service")], [], Place("q")).message
+    >>> judge("127.0.0.1:80", [Owner(7, "nginx", "nginx.service")], Ours(), Place("q")).message
     '127.0.0.1:80 is taken by pid 7 (nginx): end it, or set another http.port'
     """
+    unit = (place.unit, place.scope == "user")
     for owner in owners:
-        if owner.pid in ours or owner.unit == place.unit:
+        if owner.pid == ours.pid or (owner.unit, owner.of_user) == unit:
             return ok(NAME, f"{where} is this instance's own (pid {owner.pid})")
     advice = "end it, or set another http.port"
     if not owners:
-        text = f"{where} is taken by a process that cannot be seen from here: {advice}"
-        fix = None if place.is_root else f"sudo onebitctl -i {place.instance} doctor"
-        return failed(NAME, text, fix)
+        number = where.rpartition(":")[2]
+        if any(one.rpartition(":")[2] == number for one in ours.addresses):
+            return ok(NAME, f"{where} is this instance's own (pid {ours.pid})")
+        text = f"{where} is taken by a process that cannot be seen from here"
+        fix = None if place.is_root else place.as_root
+        if ours.runs and fix is not None:
+            text += ", which may be this instance's own"
+            return Finding(NAME, State.SKIPPED, text, fix)
+        return failed(NAME, f"{text}: {advice}", fix)
     strangers = [owner for owner in owners if owner.pid != 1]
     if not strangers:
         text = f"{where} is held by systemd, for a socket unit of somebody else: {advice}"
         return failed(NAME, text, "systemctl list-sockets")
     owner = strangers[0]
     fix = f"{place.sudo}kill {owner.pid}"
-    if owner.unit.endswith(".service") and not owner.unit.startswith("user@"):
-        fix = f"{place.sudo}systemctl stop {owner.unit}"
+    if owner.unit and not owner.of_user:
+        fix = f"{place.sudo}systemctl stop {shlex.quote(owner.unit)}"
+    elif owner.unit and not place.is_root:  # who is not that manager's user
+        fix = f"systemctl --user stop {shlex.quote(owner.unit)}"
     name = program_name(owner.command)
     text = f"{where} is taken by pid {owner.pid}{f' ({name})' if name else ''}"
     return failed(NAME, f"{text}: {advice}", fix)

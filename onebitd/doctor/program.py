@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -70,7 +71,7 @@ def check(name: str, what: str, path: str, place: Place, search: str | None) -> 
         if sight.is_sandboxed(path, step):
             return failed(name, sight.hidden_sentence(what, path), sight.show_fix(place, path))
         if step.path == path and step.mode and not step.mode & 0o111:
-            fix = f"{place.sudo}chmod a+rx {place_path(path)}"
+            fix = f"{place.sudo}chmod a+rx {shlex.quote(path)}"
             return failed(name, f"{what} {path} is not executable (mode {step.mode:04o})", fix)
         fix = sight.access_fix(place, step, "rx") or place.edit()
         return failed(name, sight.sentence(what, path, step, user), fix)
@@ -84,13 +85,8 @@ def check(name: str, what: str, path: str, place: Place, search: str | None) -> 
     missing = missing_interpreter(head, search)
     if missing is not None:
         text = f"{what} {path}: its first line asks for {missing}, which {user} does not find"
-        return failed(name, text, f"head -1 {place_path(path)}")
+        return failed(name, text, f"head -1 {shlex.quote(path)}")
     return None
-
-
-def place_path(path: str) -> str:
-    """Return a path as a shell takes it."""
-    return path if re.fullmatch(r"[\w./+@:-]+", path) else "'" + path.replace("'", "'\\''") + "'"
 
 
 def version_of(program: str, env: Mapping[str, str]) -> tuple[int, str]:
@@ -127,11 +123,11 @@ def load_problem(name: str, program: str, status: int, said: str, place: Place) 
         status, said: of a run that only asks for its version.
     """
     library = _LIBRARY.search(said)
-    path = place_path(program)
+    path = shlex.quote(program)
     if library is not None and "annot open shared object" in library[2]:
         text = f"{program} misses the library {library[1]}"
         return failed(name, text, f"ldd {path} | grep 'not found'")
-    if library is not None and _EXECUTABLE_MEMORY.search(library[2]):
+    if place.inside and library is not None and _EXECUTABLE_MEMORY.search(library[2]):
         return failed(
             name,
             f"{program}: {library[1]} needs memory that is executable (MemoryDenyWriteExecute=)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -24,7 +25,7 @@ from onebitd.doctor import lock as lock_check
 from onebitd.doctor import program, sight
 from onebitd.doctor.decoder import Running
 from onebitd.doctor.finding import Finding, State, failed, ok, skipped, warning
-from onebitd.doctor.place import Place
+from onebitd.doctor.place import Place, folded
 
 TOKENS: Final = (1,)
 _NAME: Final = "provider"
@@ -173,7 +174,7 @@ async def _run_locked(trial: Trial, slots: SlotFiles, files: RunFiles) -> Findin
         if error.reason is Reason.LOCK_BUSY:
             return warning(_RUN, f"not run: {error.detail}", "onebitctl lock")
         if error.reason is Reason.LOCK_UNUSABLE:
-            return failed(_RUN, error.detail, lock_check.make_fix(lock.path, trial.place))
+            return failed(_RUN, error.detail, lock_check.check(lock, trial.place).fix)
         return failed(_RUN, f"one token: {error.detail}", _by_hand(trial.config))
 
 
@@ -222,13 +223,27 @@ async def _run_once(trial: Trial, slots: SlotFiles, files: RunFiles) -> Finding:
 
 
 def _conformance(config: Config) -> str:
-    provider = program.place_path(config.provider.program or "")
-    return f"onebitctl provider check {provider} \\\n  --model {config.model.path}"
+    checked = f"onebitctl provider check {shlex.quote(config.provider.program or '')}"
+    options = [f"--model {shlex.quote(config.model.path)}", *_elfs(config)]
+    return _with_env(config, folded([checked, *options]))
 
 
 def _by_hand(config: Config) -> str:
-    provider = program.place_path(config.provider.program or "")
-    model = program.place_path(config.model.path)
-    return (
-        f"echo 1 >/tmp/ids && {provider} \\\n  --tokens /tmp/ids --out /tmp/state --model {model}"
+    words = provider_contract.file_route_argv(
+        config.provider.program or "",
+        tokens_file="/tmp/ids",  # noqa: S108 - in a command to read first
+        state_file="/tmp/state",  # noqa: S108
+        model=config.model.path,
+        elfs=config.provider.elfs,
     )
+    return _with_env(config, folded(["echo 1 >/tmp/ids &&", *map(shlex.quote, words)]))
+
+
+def _elfs(config: Config) -> list[str]:
+    return [] if config.provider.elfs is None else [f"--elfs {shlex.quote(config.provider.elfs)}"]
+
+
+def _with_env(config: Config, command: str) -> str:
+    """Return a command with a word on what else the daemon sets; values may be secrets."""
+    names = ", ".join(sorted(config.provider.env))
+    return f"# with these of provider.env set: {names}\n{command}" if names else command

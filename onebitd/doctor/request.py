@@ -19,6 +19,7 @@ class Request:
         place: for the commands in the findings.
         argv: the daemon's command line, without the program.
         environ: variables that the daemon has and these checks do not.
+        socket: the daemon's control socket; None: to be looked for.
         quick: load no model, and run no provider.
         runs: the daemon may run. Who asks one that does not would have systemd start it, where a
             socket unit listens for it.
@@ -27,6 +28,7 @@ class Request:
     place: Place
     argv: tuple[str, ...]
     environ: Mapping[str, str]
+    socket: str | None = None
     quick: bool = False
     runs: bool = True
 
@@ -40,9 +42,9 @@ class Report:
     """What was found, and what whoever asked needs to go on.
 
     Attributes:
-        facts: `host`, `port`, `metrics`, `drain_timeout_s`, `load_timeout_s`, `lock_directory`,
-            `missing` (files that are not there, by the name of the finding); none without a
-            configuration.
+        facts: `nodes`, the paths of the device nodes. With a configuration also `host`, `port`,
+            `metrics`, `drain_timeout_s`, `load_timeout_s`, `lock_directory`, and of the files,
+            by the names of their findings, `missing` and `denied`.
     """
 
     findings: list[Finding]
@@ -59,6 +61,7 @@ def request_from(found: Mapping[str, Any]) -> Request:
         place=place.from_json(found["place"]),
         argv=tuple(found["argv"]),
         environ=found["environ"],
+        socket=found.get("socket"),  # an older command does not say
         quick=found["quick"],
         runs=found["runs"],
     )

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import onebitd
 from onebitd.adapters import systemd_tools
 from onebitd.core import unit_sandbox
 from onebitd.core.errors import OnebitError
@@ -33,6 +34,14 @@ _STATUSES: Final = {
     228: "SECCOMP", 233: "RUNTIME_DIRECTORY", 243: "CREDENTIALS",
 }  # fmt: skip
 _UNKNOWN: Final = re.compile(r"[Uu]nknown assignment:? (\w+)=")
+_PRIVATE_CODE: Final = re.compile(r'^sys\.path\.insert\(0, "([^"]+)"\)$', re.MULTILINE)
+"""How a program of the Debian package finds modules that no other program imports."""
+_PROGRAM_BYTES: Final = 4096
+_START: Final = (
+    "import sys; first, last = sys.argv[1:]; sys.path[:0] = [first] if first else [];"
+    " sys.path.append(last); from onebitd.doctor.inside import main; sys.exit(main())"
+)
+"""The service's own onebitd does the checks; ours does where it has none."""
 _LONGEST_S: Final = 3600
 """A last resort: the checks end when their reader does."""
 _STOP_S: Final = 10
@@ -129,16 +138,25 @@ def _has_own_config(instance: str, environ: Mapping[str, str]) -> bool:
     return os.path.isfile(f"{base}/onebitd/{instance}.toml")
 
 
-def interpreter(program: str) -> str:
-    """Return the Python that runs a program of onebitd, so that the checks run by the same."""
+def checking_command(program: str) -> list[str]:
+    """Return the command that runs the checks as a program of onebitd is run.
+
+    That is by its Python, with the options of its first line and the modules that it finds; ours
+    where it is no script of Python's.
+    """
     try:
         with open(program, "rb") as file:
-            words = interpreter_of(file.read(256))
+            head = file.read(_PROGRAM_BYTES)
     except OSError:
-        words = None
+        head = b""
+    words, private = interpreter_of(head), None
     if words and os.path.basename(words[0]).startswith("python"):
-        return words[0]
-    return sys.executable
+        private = _PRIVATE_CODE.search(head.decode("utf-8", "replace"))
+    else:
+        words = [sys.executable]
+    own = os.path.dirname(os.path.dirname(os.path.abspath(onebitd.__file__)))
+    python = [words[0], *(option for word in words[1:] for option in word.split())]
+    return [*python, "-P", "-c", _START, private[1] if private else "", own]
 
 
 def run_inside(service: Service, request: Request, environ: Mapping[str, str]) -> Report:
@@ -149,15 +167,15 @@ def run_inside(service: Service, request: Request, environ: Mapping[str, str]) -
     lines = unit_sandbox.properties(
         service.text, service.place.instance, service.specifiers(environ)
     )
-    python = interpreter(service.command(environ)[0])
+    command = checking_command(service.command(environ)[0])
     left: list[str] = []
     while True:
-        done = _run(service, [line for line in lines if _key(line) not in left], python, request)
+        done = _run(service, [line for line in lines if _key(line) not in left], command, request)
         unknown = _UNKNOWN.search(done.stderr)
         if unknown is None or unknown[1] in left or not done.status:
             break
         left.append(unknown[1])  # of a newer systemd than this one, which ignores it in a unit
-    problem = _problem(service, done, python)
+    problem = _problem(service, done, command[0])
     if problem is not None:
         return Report([problem], {})
     return _read(service, done)
@@ -168,7 +186,7 @@ def _key(line: str) -> str:
 
 
 def _run(
-    service: Service, lines: Sequence[str], python: str, request: Request
+    service: Service, lines: Sequence[str], checks: Sequence[str], request: Request
 ) -> systemd_tools.Done:
     name = f"onebitctl-doctor-{secrets.token_hex(4)}"
     command = [
@@ -177,7 +195,8 @@ def _run(
         *("--quiet", "--pipe", "--wait", "--collect", "--service-type=simple"),
         f"--unit={name}",
         *(f"--property={line}" for line in (*lines, *_own_lines(service, name))),
-        *("--", python, "-P", "-m", "onebitd.doctor.inside"),
+        "--",
+        *checks,
     ]
     try:
         process = subprocess.Popen(
@@ -247,10 +266,10 @@ def _own_lines(service: Service, name: str) -> list[str]:
 
 def _problem(service: Service, done: systemd_tools.Done, python: str) -> Finding | None:
     """Say why the checks did not run; None if they did."""
-    name, here = "service.sandbox", service.place
+    name = "service.sandbox"
     if done.status == 0:
         return None
-    look = f"systemctl {' '.join(service.scope)} cat {here.unit}".replace("  ", " ")
+    look = _cat_of(service)
     if done.status >= _FIRST_STATUS_OF_SYSTEMD:
         what = _STATUSES.get(done.status, "see systemd.exec(5)")
         text = f"systemd cannot give the service what its unit says ({done.status}/{what})"
@@ -267,5 +286,8 @@ def _read(service: Service, done: systemd_tools.Done) -> Report:
         return report_from(json.loads(done.stdout))
     except (ValueError, BadReport) as error:
         text = f"the checks in the service's place said nothing that makes sense: {error}"
-        look = f"systemctl cat {service.place.unit}"
-        return Report([failed("service.sandbox", text, look)], {})
+        return Report([failed("service.sandbox", text, _cat_of(service))], {})
+
+
+def _cat_of(service: Service) -> str:
+    return " ".join(["systemctl", *service.scope, "cat", service.place.unit])

@@ -8,15 +8,13 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import re
 import shlex
 import stat
-from collections.abc import Sequence
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Final
 
 from onebitd.adapters.accounts import group_name, user_name
-from onebitd.doctor.place import Place
+from onebitd.doctor.place import Place, plain
 
 _HOMES: Final = ("/home", "/root", "/run/user")
 """What ProtectHome= is about (systemd.exec(5))."""
@@ -39,10 +37,6 @@ class Step:
     group: str = ""
     mode: int = 0
     is_directory: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a plain dict."""
-        return dataclasses.asdict(self)
 
 
 def look(path: str, wanted: int = os.R_OK) -> Step | None:
@@ -119,7 +113,7 @@ def hidden_sentence(what: str, path: str) -> str:
 def show_fix(place: Place, path: str) -> str:
     """Return the commands that let the service see the directory of a file, and only that."""
     directory = str(PurePosixPath(path).parent)
-    name = "see" + re.sub(r"[^A-Za-z0-9]+", "-", directory).rstrip("-")
+    name = "see" + plain(directory).rstrip("-")
     lines = [f"BindReadOnlyPaths={in_unit(directory)}"]
     if any(PurePosixPath(path).is_relative_to(home) for home in _HOMES):
         lines.insert(0, "ProtectHome=tmpfs")
@@ -156,8 +150,3 @@ def access_fix(place: Place, step: Step, letters: str) -> str | None:
 def own_name() -> str:
     """Return the name of the user that this process is."""
     return user_name(os.geteuid())
-
-
-def names(gids: Sequence[int]) -> list[str]:
-    """Return the names of groups."""
-    return [group_name(gid) for gid in gids]

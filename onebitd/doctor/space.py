@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -35,20 +36,25 @@ class Room:
 def mount_of(path: str, mountinfo: str) -> tuple[str, str]:
     """Return mount point and type of the file system that holds a path (proc_pid_mountinfo(5)).
 
-    The last line of several for one place counts: it lies on top.
+    The last line of several for one place counts: it lies on top. Where that is a part of a file
+    system, which a sandbox has mounted over itself, it is the point of the whole that is returned.
     """
-    best = ("", "")
+    best = ("", "", "")
+    wholes: dict[str, str] = {}
     for line in mountinfo.splitlines():
         head, separator, tail = line.partition(" - ")
         words, types = head.split(), tail.split()
         if not separator or len(words) < 5 or not types:
             continue
-        point = words[4]
+        device, root, point = words[2:5]
         for escaped, letter in _UNESCAPES:
             point = point.replace(escaped, letter)
+        if root == "/":
+            wholes.setdefault(device, point)
         if PurePosixPath(path).is_relative_to(point) and len(point) >= len(best[0]):
-            best = (point, types[0])
-    return best
+            best = (point, types[0], "" if root == "/" else device)
+    point, kind, part_of = best
+    return wholes.get(part_of, point), kind
 
 
 def look(directory: str) -> Room | None:
@@ -103,4 +109,4 @@ def _fix(room: Room, need: int, place: Place) -> str:
     if room.kind != "tmpfs":
         return place.edit()
     size = (room.size_bytes - room.free_bytes + 2 * need >> 20) + 64
-    return f"{place.sudo}mount -o remount,size={size}M {room.mount}"
+    return f"{place.sudo}mount -o remount,size={size}M {shlex.quote(room.mount)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,8 @@ _PARTS: Final = {
 }  # fmt: skip
 _PART: Final = re.compile(r"(\d+(?:\.\d+)?)(us|ms|min|month|s|h|d|w|y)")
 _NULL: Final = "/dev/null"
+_SYSTEMS: Final = ("/etc/", "/run/systemd/")
+"""Where drop-ins are root's, those for users' own units too."""
 
 
 def parse(shown: str) -> dict[str, str]:
@@ -62,7 +65,8 @@ def judge(
         found.append(warning("service.reload", text, f"{place.systemctl} daemon-reload"))
     for path in masked:
         text = f"the drop-in {path} is masked: what a file of this name says does not apply"
-        remove = f"{place.manager}rm {path} && {place.systemctl} daemon-reload"
+        sudo = place.sudo if path.startswith(_SYSTEMS) else place.manager
+        remove = f"{sudo}rm {shlex.quote(path)} && {place.systemctl} daemon-reload"
         found.append(warning("service.drop-in", text, remove))
     return found + _times(shown, facts, place)
 
@@ -98,13 +102,13 @@ def _times(shown: Mapping[str, str], facts: Mapping[str, Any], place: Place) -> 
         wanted = int(drain + 2 * STOP_MARGIN_S)
         text = f"TimeoutStopSec is {stop:g} s and http.drain_timeout_s {drain:g} s:"
         text += " a stop may cut replies off"
-        fix = place.drop_in("times", f"TimeoutStopSec={wanted}s")
+        fix = place.drop_in("stop-time", f"TimeoutStopSec={wanted}s")
         found.append(warning("service.stop", text, fix))
     start = seconds(shown.get("TimeoutStartUSec", "infinity"))
     if isinstance(load, int | float) and start is not None and start < load:
         text = f"TimeoutStartSec is {start:g} s and backend.load_timeout_s {load:g} s:"
         text += " a long load may be killed"
-        fix = place.drop_in("times", f"TimeoutStartSec={int(load) + 60}s")
+        fix = place.drop_in("start-time", f"TimeoutStartSec={int(load) + 60}s")
         found.append(warning("service.start", text, fix))
     if seconds(shown.get("WatchdogUSec", "0")) == 0.0:
         text = "no watchdog (WatchdogSec=): a daemon that hangs is not restarted"

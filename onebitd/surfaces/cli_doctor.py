@@ -40,7 +40,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Run the checks and print the report; 1 if something has failed."""
     if arguments.socket:
         raise UsageError("doctor: a service is named by its instance: use -i, not --socket")
-    config = None if arguments.config is None else os.path.abspath(arguments.config)
+    config = None if arguments.config is None else _absolute(arguments.config)
     if config is not None and not os.path.isfile(config):
         raise UsageError(f"--config {arguments.config}: no such file")
     instance = _instance(arguments.instance, config)
@@ -58,6 +58,13 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     )
 
 
+def _absolute(file: str) -> str:
+    try:
+        return os.path.abspath(file)
+    except OSError as error:  # this directory has been removed
+        raise UsageError(f"--config {file}: {error.strerror}: {os.curdir}") from None
+
+
 def _instance(name: str | None, config: str | None) -> str:
     """Return the instance that was named, the only configured one, or the only one that runs."""
     from onebitd.surfaces.cli_service import checked_instance
@@ -68,7 +75,7 @@ def _instance(name: str | None, config: str | None) -> str:
         return checked_instance(pathlib.PurePath(config).stem)
     names = _configured()
     if len(names) == 1:
-        return names[0]
+        return checked_instance(names[0])
     from onebitd.client import NoDaemon, choose_socket
 
     try:

@@ -31,6 +31,16 @@ def test_properties_are_those_of_the_service_and_its_drop_ins() -> None:
     ]
 
 
+def test_properties_empty_value_takes_earlier_ones_back() -> None:
+    """As a drop-in does it; systemd-run would refuse the empty one, but for capabilities."""
+    text = (
+        "[Service]\nBindPaths=/a:/b\nUser=u\nCapabilityBoundingSet=CAP_CHOWN\nLimitNOFILE=5\n"
+        "[Service]\nBindPaths=\nBindPaths=/c:/d\nLimitNOFILE=\nCapabilityBoundingSet=\nNice=\n"
+    )
+    found = unit_sandbox.properties(text, "qwen")
+    assert found == ["User=u", "BindPaths=/c:/d", "CapabilityBoundingSet="]
+
+
 def test_properties_of_a_user_have_the_users_places() -> None:
     """%E is the user's configuration, not the machine's."""
     places = unit_sandbox.user_specifiers({"HOME": "/h", "XDG_STATE_HOME": "/s"}, 7)

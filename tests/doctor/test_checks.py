@@ -16,7 +16,7 @@ from onebitd.doctor import devices, lock, model, port, program, sight, space, un
 from onebitd.doctor.devices import Node, Who
 from onebitd.doctor.finding import State
 from onebitd.doctor.place import Place
-from onebitd.doctor.port import Listener, Owner
+from onebitd.doctor.port import Listener, Ours, Owner
 from onebitd.doctor.sight import Step
 from onebitd.doctor.space import Room
 from tests.standins import tiny_state
@@ -215,6 +215,15 @@ def test_load_problem_names_what_a_program_lacks(status: int, said: str, word: s
     assert (found is None) if word is None else (found is not None and word in found.message)
 
 
+def test_load_problem_outside_of_a_service_is_not_its_sandbox() -> None:
+    """A newer glibc refuses such a library wherever it is."""
+    said = "x: error while loading shared libraries: libx.so: cannot enable executable stack"
+    found = program.load_problem("decoder.program", "/x", 127, said, HERE)
+    assert found is not None
+    assert "cannot enable executable stack" in found.message
+    assert "MemoryDeny" not in f"{found.message}{found.fix}"
+
+
 # -- lock
 
 
@@ -338,6 +347,13 @@ def test_device_that_is_closed_says_why_and_what_opens_it(
     assert (found.fix is None) if fix is None else (found.fix is not None and fix in found.fix)
 
 
+def test_device_rule_of_udev_leaves_other_nodes_alone() -> None:
+    """A display's card is in the subsystem of the node that computes, and in another group."""
+    shut = node(path="/dev/dri/renderD128", kind="drm", can_open=False, mode=0o600)
+    (found,) = devices.judge_nodes([shut], WHO, INSIDE)
+    assert 'SUBSYSTEM=="drm", KERNEL=="renderD*", GROUP=' in (found.fix or "")
+
+
 def test_device_closed_to_a_user_is_put_right_by_usermod() -> None:
     """Outside of a service it is the user who joins a group."""
     (found,) = devices.judge_nodes([node(can_open=False)], Who("ann", 1000, (1000,), -1), HERE)
@@ -396,14 +412,43 @@ def test_drivers_firmware_and_power_are_read_from_sysfs(tmp_path: Path) -> None:
     }
 
 
-def test_npu_without_a_node_asks_for_its_driver(tmp_path: Path) -> None:
-    """The PCI device is there, and nothing to open."""
+LOADED = {"sys/module/amdxdna/uevent": ""}
+MODULES = "lib/modules/6.14.2"
+AMDXDNA = "kernel/drivers/accel/amdxdna/amdxdna.ko.xz:\n"
+DMESG = "dmesg | grep -iE 'amdxdna|iommu'"
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "fix"),
+    [
+        ({}, "is not loaded", "modprobe amdxdna"),
+        ({f"{MODULES}/modules.dep": AMDXDNA}, "is not loaded", "modprobe amdxdna"),
+        (
+            {f"{MODULES}/modules.dep": "kernel/fs/xfs.ko:\n"},
+            "the kernel 6.14.2 has no driver amdxdna",
+            None,
+        ),
+        ({f"{MODULES}/modules.builtin": AMDXDNA}, "is loaded and has made no device", DMESG),
+        (LOADED, "is loaded and has made no device", DMESG),
+        ({**LOADED, "proc/cmdline": "ro iommu=pt quiet\n"}, "has made no device", DMESG),
+        ({**LOADED, "proc/cmdline": "ro amd_iommu=off\n"}, "started with amd_iommu=off", DMESG),
+        ({**LOADED, "proc/cmdline": "iommu=off ro\n"}, "started with iommu=off", DMESG),
+    ],
+)
+def test_npu_without_a_node_says_what_its_driver_lacks(
+    tmp_path: Path, files: dict[str, str], words: str, fix: str | None
+) -> None:
+    """The PCI device is there, and nothing to open: no driver, not loaded, or loaded in vain."""
     place = "sys/bus/pci/devices/0000:c5:00.1"
-    root = tree(tmp_path, {f"{place}/vendor": "0x1022\n", f"{place}/device": "0x17f0\n"})
-    (found,) = devices.check_drivers([], INSIDE, root)
-    assert found.state is State.WARNING
-    assert found.fix == "modprobe amdxdna"
-    assert devices.check_drivers([node()], INSIDE, root)[0].state is State.OK
+    pci = {f"{place}/vendor": "0x1022\n", f"{place}/device": "0x17f0\n"}
+    root = tree(tmp_path, {**pci, "proc/sys/kernel/osrelease": "6.14.2\n", **files})
+    found = devices.check_drivers([], INSIDE, root)[-1]
+    assert (found.name, found.state) == ("device.npu", State.WARNING)
+    assert words in found.message
+    assert ("started with" in found.message) == ("off" in files.get("proc/cmdline", ""))
+    assert found.fix == fix
+    found = devices.check_drivers([node()], INSIDE, root)[-1]
+    assert (found.name, found.state) == ("device.accel0.firmware", State.OK)
 
 
 def test_users_of_a_node_are_found_in_proc(tmp_path: Path) -> None:
@@ -462,16 +507,18 @@ def test_port_in_the_way_is_a_matter_of_addresses(
 @pytest.mark.parametrize(
     ("owners", "ours", "state", "fix"),
     [
-        ([Owner(7, "x", "")], [7], State.OK, None),
-        ([Owner(7, "x", "onebitd@q.service")], [], State.OK, None),
-        ([Owner(1, "systemd", "init.scope")], [], State.FAILED, "systemctl list-sockets"),
-        ([Owner(7, "nginx", "nginx.service")], [], State.FAILED, "systemctl stop nginx"),
-        ([Owner(7, "nc -l 8000", "session-1.scope")], [], State.FAILED, "kill 7"),
-        ([], [], State.FAILED, None),
+        ([Owner(7, "x", "")], Ours(7), State.OK, None),
+        ([Owner(7, "x", "onebitd@q.service")], Ours(), State.OK, None),
+        ([Owner(7, "x", "onebitd@q.service", True)], Ours(), State.FAILED, "kill 7"),
+        ([Owner(1, "systemd", "init.scope")], Ours(), State.FAILED, "systemctl list-sockets"),
+        ([Owner(7, "nginx", "nginx.service")], Ours(), State.FAILED, "systemctl stop nginx"),
+        ([Owner(7, "chat", "chat.service", True)], Ours(), State.FAILED, "kill 7"),
+        ([Owner(7, "nc -l 8000")], Ours(), State.FAILED, "kill 7"),
+        ([], Ours(), State.FAILED, None),
     ],
 )
 def test_port_owner_decides_what_is_said(
-    owners: list[Owner], ours: list[int], state: State, fix: str | None
+    owners: list[Owner], ours: Ours, state: State, fix: str | None
 ) -> None:
     """The instance's own daemon or socket is fine, anybody else is in the way."""
     found = port.judge("127.0.0.1:8000", owners, ours, INSIDE)
@@ -479,10 +526,35 @@ def test_port_owner_decides_what_is_said(
     assert (found.fix is None) if fix is None else (found.fix is not None and fix in found.fix)
 
 
+@pytest.mark.parametrize(
+    ("status", "runs", "state"),
+    [
+        ({"pid": 7, "listen": ["127.0.0.1:8000"]}, True, State.OK),
+        ({"pid": 7, "listen": ["127.0.0.1:8001", "unix:/run/x"]}, True, State.SKIPPED),
+        (None, True, State.SKIPPED),
+        (None, False, State.FAILED),
+    ],
+)
+def test_port_whose_owner_is_hidden_is_the_daemons_if_it_says_so(
+    status: dict[str, object] | None, runs: bool, state: State
+) -> None:
+    """Only root sees who has a socket: a service that runs is not told to end itself."""
+    found = port.judge("127.0.0.1:8000", [], Ours.of(status, runs=runs), Place("q", "system"))
+    assert found.state is state
+    assert found.fix == (None if state is State.OK else "sudo onebitctl -i q doctor")
+
+
+def test_port_of_a_users_service_is_freed_with_their_own_manager() -> None:
+    """The system's manager does not know that service, and root is not that manager's user."""
+    owner = Owner(7, "chat", "chat.service", of_user=True)
+    found = port.judge("127.0.0.1:8000", [owner], Ours(), Place("q"))
+    assert found.fix == "systemctl --user stop chat.service"
+
+
 def test_port_message_keeps_arguments_to_itself() -> None:
     """A command line may hold a key."""
     owner = Owner(7, "/usr/bin/serve --api-key sesame --port 8000", "")
-    found = port.judge("127.0.0.1:8000", [owner], [], INSIDE)
+    found = port.judge("127.0.0.1:8000", [owner], Ours(), INSIDE)
     assert "serve" in found.message
     assert "sesame" not in f"{found.message}{found.fix}"
 
@@ -494,6 +566,8 @@ MOUNTS = """\
 22 21 0:20 / /run rw - tmpfs tmpfs rw
 23 22 0:21 / /run/user/7 rw - tmpfs tmpfs rw
 24 21 0:22 / /mnt/my\\040disk rw - xfs /dev/sdb rw
+25 22 0:20 /onebitd/q /run/onebitd/q rw - tmpfs tmpfs rw
+26 21 0:23 /@data /data rw - btrfs /dev/sdc rw
 """
 
 
@@ -503,11 +577,13 @@ MOUNTS = """\
         ("/run/onebitd/q", ("/run", "tmpfs")),
         ("/runaway", ("/", "ext4")),
         ("/run/user/7/x", ("/run/user/7", "tmpfs")),
+        ("/data/x", ("/data", "btrfs")),
         ("/mnt/my disk/x", ("/mnt/my disk", "xfs")),
+        ("/run/onebitd/q/slots", ("/run", "tmpfs")),
     ],
 )
 def test_mount_of_a_path_is_the_nearest(path: str, found: tuple[str, str]) -> None:
-    """By components of the path, blanks included."""
+    """By components of the path, blanks included; a sandbox's own mount is no place to resize."""
     assert space.mount_of(path, MOUNTS) == found
 
 

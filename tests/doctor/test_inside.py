@@ -17,11 +17,11 @@ import pytest
 import structlog
 import trio
 
-from onebitd.doctor import command, inside, provider
+from onebitd.doctor import inside, outside, provider
 from onebitd.doctor.finding import Finding, State, failed
 from onebitd.doctor.place import Place
 from onebitd.doctor.request import Request
-from onebitd.surfaces import cli, daemon_args
+from onebitd.surfaces import cli, cli_doctor, daemon_args
 from tests.harness import STANDINS, wait_until
 from tests.llama_builds import short_temporary_directory
 from tests.standins import tiny_state
@@ -156,7 +156,7 @@ def test_examine_of_a_bad_configuration_has_all_its_faults(setup: Setup) -> None
     faults = [one.message for one in report.findings if one.name == "config"]
     assert len(faults) == 2
     assert any(one.name.startswith("device.") for one in report.findings)
-    assert report.facts == {}
+    assert set(report.facts) == {"nodes"}
 
 
 def test_examine_program_without_its_interpreter_names_it(setup: Setup) -> None:
@@ -191,6 +191,27 @@ def test_doctor_prints_a_page_or_json_and_fails_with_one(
     assert {"name", "state", "message", "fix"} == set(found["checks"][0])
 
 
+def test_doctor_in_a_directory_that_is_gone_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A relative name means nothing there; that is no fault of the answer."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert cli.main(["doctor", "--config", "q.toml"]) == 2
+    assert "--config q.toml: No such file or directory" in capsys.readouterr().err
+
+
+def test_doctor_of_the_only_configured_file_needs_the_name_of_an_instance(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that somebody has put aside gets into no command."""
+    monkeypatch.setattr(cli_doctor, "_configured", lambda: ["q (copy)"])
+    assert cli.main(["doctor", "--quick", "--here"]) == 2
+    assert "'q (copy)' cannot be an instance" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_doctor_that_is_ended_leaves_nothing(setup: Setup, number: signal.Signals) -> None:
     """Ctrl-C in the middle of a load: no decoder, no directory, no traceback."""
@@ -221,12 +242,12 @@ def test_amended_says_that_the_sandbox_hides_what_root_sees(tmp_path: Path) -> N
     file.touch()
     one = failed("model.file", f"the model {file}: there is no {tmp_path}", "vi")
     place = Place("q", "system", inside=True)
-    amended = command._amended(one, {"missing": {"model.file": str(file)}}, place)
+    amended = outside._shown(one, {"missing": {"model.file": str(file)}}, place)
     assert amended.message.startswith(f"the model {file} is hidden from the service")
     assert f"BindReadOnlyPaths={tmp_path}" in (amended.fix or "").replace("'", "")
     file.unlink()
-    assert command._amended(one, {"missing": {"model.file": str(file)}}, place) == one
-    assert command._amended(one, {}, place) == one
+    assert outside._shown(one, {"missing": {"model.file": str(file)}}, place) == one
+    assert outside._shown(one, {}, place) == one
 
 
 def test_provider_is_not_run_while_the_daemon_has_the_lock_for_life(setup: Setup) -> None:

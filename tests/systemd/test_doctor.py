@@ -11,10 +11,13 @@ import json
 import shlex
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from onebitd.core import unit_sandbox
+from tests.llama_builds import ROOT
 from tests.systemd.box import SUITES, Box, Done
 from tests.systemd.instances import (
     BIN,
@@ -28,16 +31,15 @@ from tests.systemd.instances import (
     write_instance,
 )
 
-pytestmark = pytest.mark.parametrize(
-    "suite", SUITES[-1:], indirect=True, ids=lambda suite: suite.name
-)
-"""Where systemd-run takes the unit's lines on the older one is seen by `install-units --enable`."""
+NEWEST = pytest.mark.parametrize("suite", SUITES[-1:], indirect=True, ids=lambda suite: suite.name)
+"""For what does not depend on the release: what systemd-run takes of a unit is tried on each."""
 ALICE = "/home" + "/alice"
 SHUT = "/srv/shut"
 HIDDEN_MODEL = f"{ALICE}/models/tiny.gguf"
 HIDDEN_PROVIDER = f"{SHUT}/provider"
 PROVIDER = f'#!/bin/sh\nexec {STANDIN_PROVIDER} "$@"\n'
 NPU, GPU = "/dev/accel/accel0", "/dev/dri/renderD128"
+TAKEN_BACK = "[Service]\nBindPaths=/srv:/mnt\nBindPaths=\nLimitNOFILE=\nNice=\n"
 SESAME = "sesame-4711"
 # Of a container the host's hard limit is above the unit's.
 NOT_HERE = {"device.memlock"}
@@ -130,6 +132,7 @@ def ill(installed: Box) -> Iterator[Instance]:
         box.run("groupdel", "npu")
 
 
+@NEWEST
 def test_doctor_of_a_service_at_rest_loads_the_model_and_does_not_start_it(
     well: Instance,
 ) -> None:
@@ -166,6 +169,28 @@ def test_doctor_of_a_running_service_asks_the_daemon(well: Instance) -> None:
     well.systemctl("stop")
 
 
+def test_doctor_every_line_of_unit_and_drop_ins_is_taken_by_systemd_run(well: Instance) -> None:
+    """None is refused, which doctor would leave out: the checks then were in another sandbox."""
+    box = well.box
+    drop_ins = sorted((ROOT / "units" / "drop-ins").glob("*.conf"))
+    texts = [box.run("systemctl", "cat", well.service).stdout, *map(Path.read_text, drop_ins)]
+    text = "\n".join([*texts, TAKEN_BACK]).replace("/home/USER/models", "/srv")
+    lines = unit_sandbox.properties(text, well.name)
+    assert {"User=onebitd", "SystemCallFilter=~capset:0", "MemoryDenyWriteExecute=no"} <= {*lines}
+    keys = [line for line in lines if line.startswith("LoadCredential=")]
+    box.write(keys[0].rpartition(":")[2], "key\n", 0o600)
+    try:
+        done = box.run(
+            *("systemd-run", "--quiet", "--pipe", "--wait", "--collect", "--service-type=simple"),
+            *(f"--property={line}" for line in lines),
+            *("sh", "-c", "id -un && cat $CREDENTIALS_DIRECTORY/*"),
+        )
+    finally:
+        box.run("rm", keys[0].rpartition(":")[2])
+    assert (done.stdout, done.stderr) == ("onebitd\nkey\n", "")
+
+
+@NEWEST
 def test_doctor_finds_what_the_service_alone_does_not_see_and_how_to_show_it(
     ill: Instance,
 ) -> None:
@@ -201,6 +226,7 @@ with socket.create_server(("127.0.0.1", 8602)):
 """
 
 
+@NEWEST
 def test_doctor_names_what_systemd_cannot_give(well: Instance) -> None:
     """A directory that a drop-in names is missing: the service cannot start, nor can the checks."""
     well.drop_in("[Service]\nBindReadOnlyPaths=/does/not/exist\n")
@@ -216,6 +242,7 @@ def test_doctor_names_what_systemd_cannot_give(well: Instance) -> None:
     assert "226/NAMESPACE" in one["message"]
 
 
+@NEWEST
 def test_doctor_ctrl_c_ends_everything_that_it_started(well: Instance) -> None:
     """In the middle of a load: no unit, no process, no file is left."""
     before = traces(well.box)
@@ -235,6 +262,7 @@ def test_doctor_ctrl_c_ends_everything_that_it_started(well: Instance) -> None:
     assert traces(well.box) == before
 
 
+@NEWEST
 def test_doctor_of_a_stranger_says_that_only_root_may(well: Instance, ill: Instance) -> None:
     """Checked as that user, whom the configuration is closed to: 4, and what to do."""
     del ill  # has made alice
@@ -246,6 +274,34 @@ def test_doctor_of_a_stranger_says_that_only_root_may(well: Instance, ill: Insta
     assert "only root may take the place of" in " ".join(done.stdout.split())
 
 
+@NEWEST
+def test_doctor_of_a_member_beside_the_running_service_asks_the_daemon(
+    well: Instance, ill: Instance
+) -> None:
+    """No second model is loaded, its port is its own, and what is shut to a member is no fault."""
+    del ill  # has made alice
+    box = well.box
+    box.run("usermod", "--append", "--groups", "onebitd", "alice")
+    well.systemctl("start")
+    before = traces(box)
+    try:
+        argv = (f"{BIN}/onebitctl", "-i", well.name, "doctor", "--json")
+        done = box.run_as("alice", *argv, check=False)
+        assert traces(box) == before
+    finally:
+        well.systemctl("stop")
+        box.run("gpasswd", "--delete", "alice", "onebitd")
+    found = json.loads(done.stdout)
+    assert (done.status, failed(found), found["where"]) == (0, set(), "here")
+    said = {one["name"]: one for one in found["checks"]}
+    assert said["decoder"]["state"] == "ok"
+    assert "is this instance's own" in said["port"]["message"]
+    for name in ("device.accel0", "lock"):
+        assert said[name]["state"] == "warning"
+        assert said[name]["fix"] == "sudo onebitctl -i well doctor"
+
+
+@NEWEST
 def test_doctor_of_a_users_own_service_needs_no_root(ill: Instance) -> None:
     """Run by the user's own service manager, with that user's files and commands without sudo."""
     box = ill.box  # has made alice
