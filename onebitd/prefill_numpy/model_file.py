@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from onebitd.core.gguf_header import GgufError, read_metadata
 from onebitd.core.gguf_tensors import TensorInfo, read_tensors
+from onebitd.core.python_packages import install_hint
 from onebitd.prefill_llama import EXIT_START, EXIT_USAGE, PrefillError
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -130,8 +131,8 @@ def _import_gguf() -> Any:  # noqa: ANN401 - a module
         import gguf
         import gguf.quants
     except ImportError as error:
+        hint = install_hint("gguf", "onebit-provider(7), WORKED EXAMPLE, says how to get it")
         raise PrefillError(
-            EXIT_START,
-            "the Python package gguf is missing: pip install 'onebitd[numpy-provider]'",
+            EXIT_START, f"the Python package gguf is not installed: {hint}"
         ) from error
     return gguf

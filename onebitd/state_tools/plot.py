@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from onebitd.core.errors import UsageError
+from onebitd.core.python_packages import install_hint
 from onebitd.core.state_compare import row_errors
 from onebitd.core.state_pairs import Pair
 
 _MOST_COLUMNS: Final = 1024
 _RANGE: Final = (1e-4, 1.0)
-MISSING: Final = "matplotlib is not installed: pip install 'onebitd[plot]'"
 
 
 def heat_map(pairs: Sequence[Pair], title: str) -> bytes:
@@ -72,5 +72,6 @@ def load_matplotlib() -> tuple[Any, Any, Any]:
         from matplotlib import colors, figure
         from matplotlib.backends import backend_agg
     except ImportError as error:
-        raise UsageError(MISSING) from error
+        hint = install_hint("matplotlib", "apt install python3-matplotlib")
+        raise UsageError(f"matplotlib is not installed: {hint}") from error
     return figure, backend_agg, colors

@@ -1,8 +1,11 @@
-"""The provider of forty lines in onebit-provider(7), as it stands there, before a real decoder."""
+"""The provider of forty lines in onebit-provider(7), as it stands there, before a real decoder.
+
+As the provider of the service it is in tests/systemd/test_example_provider.py.
+"""
 
 from __future__ import annotations
 
-import re
+import contextlib
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,22 +13,54 @@ from pathlib import Path
 
 import pytest
 
+from tests import provider_page
 from tests.harness import RunningDaemon, running_onebitd
-from tests.llama_builds import BUILDS, MODELS, ROOT, LlamaClient, running_llama
+from tests.llama_builds import (
+    BUILDS,
+    MODELS,
+    LlamaClient,
+    short_temporary_directory,
+    stop_process,
+)
 
-PAGE = ROOT / "man" / "onebit-provider.7"
 BUILD, MODEL = BUILDS[0], MODELS[0]
 PROMPT = "The sun rises in the east and sets in the west, day after day after day, and so it"
 LINES = 40
 
 
-def listing() -> str:
-    """Return the program, as a reader of the page sees it."""
-    found = re.search(
-        r"^\.Bd -literal[^\n]*\n(#!/usr/bin/python3\n.*?)^\.Ed", PAGE.read_text(), re.M | re.S
+def here(text: str, home: Path) -> str:
+    """Return what the page says with the paths that this test has."""
+    places = {
+        provider_page.HOME: home,
+        provider_page.LLAMA_SERVER: BUILD.program,
+        provider_page.MODEL: MODEL.path,
+        provider_page.PROGRAM: home / "prefill-warm",
+    }
+    for there, path in places.items():
+        text = text.replace(there, str(path))
+    return text
+
+
+@contextlib.contextmanager
+def served(home: Path) -> Iterator[LlamaClient]:
+    """Type the page's commands, as this user; the CPU and a small context are added."""
+    mkdir, remove, server = (
+        [here(word, home) for word in words[words.index("--") + 1 if "--" in words else 0 :]]
+        for words in provider_page.commands()
     )
-    assert found
-    return found.group(1).replace("\\e", "\\").replace("\\&", "")
+    subprocess.run(mkdir, check=True)
+    (home / "server.sock").touch()  # as a former run leaves it
+    subprocess.run(remove, check=True)
+    log = home / "log"
+    with log.open("wb") as said:
+        words = [*server, *BUILD.extra_args, "-t", "1", "-c", "2048"]
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+    try:
+        client = LlamaClient(process, home / "server.sock", home / "slots", log)
+        client.wait_ready(60)
+        yield client
+    finally:
+        stop_process(process)
 
 
 @dataclass(frozen=True)
@@ -39,30 +74,30 @@ class Warm:
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """Both of one build, on the same model."""
+def warm() -> Iterator[Warm]:
+    """Both of one build, on the same model, by the page's own lines."""
     BUILD.require()
     MODEL.require()
-    provider = tmp_path_factory.mktemp("warm") / "prefill-warm"
-    provider.write_text(listing())
-    provider.chmod(0o700)
-    with running_llama(BUILD, MODEL) as server:
-        home = server.socket.parent
-        (home / "socket").symlink_to(server.socket)
-        with running_onebitd(
-            model=MODEL.path,
-            llama_server=BUILD.program,
-            provider=provider,
-            backend_args=("-c", "2048", "-t", "1", *BUILD.extra_args),
-            config=f'[provider]\nenv = {{ PREFILL_WARM = "{home}" }}\n',
-        ) as daemon:
-            yield Warm(daemon, server, provider, home)
+    with short_temporary_directory() as parent:
+        home = parent / "warm"
+        with served(home) as server:
+            provider = home / "prefill-warm"
+            provider.write_text(provider_page.provider())
+            provider.chmod(0o700)
+            with running_onebitd(
+                model=MODEL.path,
+                llama_server=BUILD.program,
+                backend_args=("-c", "2048", "-t", "1", *BUILD.extra_args),
+                config=here(provider_page.configuration(), home),
+            ) as daemon:
+                yield Warm(daemon, server, provider, home)
 
 
 def test_example_has_forty_lines() -> None:
     """The page says so."""
-    assert len([line for line in listing().splitlines() if line.strip()]) <= LINES
-    assert "in forty lines" in PAGE.read_text()
+    program = provider_page.provider()
+    assert len([line for line in program.splitlines() if line.strip()]) <= LINES
+    assert "in forty lines" in provider_page.PAGE.read_text()
 
 
 @pytest.mark.real
