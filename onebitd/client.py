@@ -401,7 +401,7 @@ def choose_socket(name: str | None, environ: Mapping[str, str], uid: int) -> str
     denied = [instance for instance in found if instance.state == "denied"]
     if denied:
         raise AccessDenied(describe_denied(denied[0].socket))
-    raise NoDaemon(_no_daemon(name, found, unsafe, booted=os.path.isdir(_SYSTEMD)))
+    raise NoDaemon(_no_daemon(name, found, unsafe, booted=os.path.isdir(_SYSTEMD), uid=uid))
 
 
 def describe_denied(path: str) -> str:
@@ -437,9 +437,9 @@ def _safe_roots(environ: Mapping[str, str], uid: int) -> tuple[list[str], str | 
 
 
 def _no_daemon(
-    name: str | None, found: Sequence[Instance], unsafe: str | None, *, booted: bool
+    name: str | None, found: Sequence[Instance], unsafe: str | None, *, booted: bool, uid: int
 ) -> str:
-    """Say that none runs, and how to start one; `booted`: systemd runs this machine.
+    """Say that none runs, and how `uid` starts one; `booted`: systemd runs this machine.
 
     A stopped service leaves no directory, one below /run/onebitd is most likely of a service, and
     any other is of a daemon that a user runs.
@@ -454,7 +454,8 @@ def _no_daemon(
     elif found and all(of_root):
         how = service
     else:
-        how = f"{service} if it is a service, else with {by_hand}"
+        own = "" if uid == 0 else " (with --user if it is your own)"
+        how = f"{service} if it is a service{own}, else with {by_hand}"
     text = f"{what}: start it with {how}"
     if len(names) > 1:
         text += f" (NAME: {', '.join(names)})"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import pwd
 import re
 import shutil
 import stat
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from onebitd.adapters import lock_probe
+from onebitd.adapters.accounts import user_name
 from onebitd.core import gguf_header
 from onebitd.core.config import SETTINGS, Config
 from onebitd.core.errors import ConfigError
@@ -199,7 +199,8 @@ def _model_fault(name: str) -> str:
     except gguf_header.GgufError as error:
         return f"model.path: {name}: {error}"
     except OSError as error:
-        return f"model.path: {name}: {_words(error)}; name a GGUF file that {_user()} may read"
+        user = user_name(os.geteuid())
+        return f"model.path: {name}: {_words(error)}; name a GGUF file that user {user} may read"
     except ConfigError as error:
         return f"model.path: {error}; name a GGUF file"
     return ""
@@ -293,14 +294,6 @@ def _open_regular(path: Path) -> Iterator[BinaryIO]:
             kind = "a directory, not a file" if stat.S_ISDIR(mode) else "not a regular file"
             raise ConfigError([f"{path}: {kind}"])
         yield file
-
-
-def _user() -> str:
-    """Return who we are, for a message about what we may not read."""
-    try:
-        return f"user {pwd.getpwuid(os.geteuid()).pw_name}"
-    except KeyError:
-        return f"user id {os.geteuid()}"
 
 
 def _words(error: OSError) -> str:

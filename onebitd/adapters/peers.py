@@ -49,9 +49,10 @@ class Served:
             return None
         if not self.gid:  # the group root is nobody's to join
             return f"user {peer.uid} may not use this socket: it serves its owner and root"
+        group = group_name(self.gid)
         return (
-            f"user {peer.uid} may not use this socket: join the group {group_name(self.gid)}"
-            f" (usermod -aG {group_name(self.gid)} USER, then log in again)"
+            f"user {peer.uid} may not use this socket, which is for the group {group}: join it with"
+            f" `sudo usermod -aG {group} $USER` and log in again, or use sudo"
         )
 
 

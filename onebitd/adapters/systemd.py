@@ -14,6 +14,7 @@ from collections.abc import MutableMapping
 import sdnotify
 
 from onebitd.core.errors import ConfigError
+from onebitd.core.own_unit import OwnUnit, unit_in
 
 FIRST_PASSED_FD = 3
 """SD_LISTEN_FDS_START."""
@@ -61,6 +62,16 @@ class ServiceManager:
     def present(self) -> bool:
         """True when there is a manager that listens to notifications."""
         return self._notifier is not None
+
+    def unit(self) -> OwnUnit | None:
+        """Return the service of systemd that this process is, None where it cannot be told."""
+        if not self.present:
+            return None  # a program that a service has started is not that service
+        try:
+            with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:
+                return unit_in(file.read())
+        except OSError:
+            return None
 
     @property
     def watchdog_interval_s(self) -> float | None:

@@ -12,12 +12,12 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-import pwd
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from onebitd.adapters.accounts import user_name
 from onebitd.core import unit_layout
 from onebitd.core.unit_layout import Item, Manifest, UnitFilesError
 
@@ -460,20 +460,13 @@ def _rmdir_if_empty(place: Path) -> None:
 def _refuse_foreign(step: Path, info: os.stat_result) -> None:
     """A directory that others may change is no place for what root runs."""
     if info.st_uid not in (0, os.geteuid()):
-        raise UnitFilesError(f"{step} belongs to {_user(info.st_uid)}: give it to root")
+        raise UnitFilesError(f"{step} belongs to {user_name(info.st_uid)}: give it to root")
     if stat.S_ISLNK(info.st_mode):
         return
     if not stat.S_ISDIR(info.st_mode):
         raise UnitFilesError(f"{step} is no directory: move it away")
     if info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
         raise UnitFilesError(f"{step} may be written by everybody: chmod o-w it")
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
 
 
 @contextlib.contextmanager

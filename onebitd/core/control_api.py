@@ -195,6 +195,8 @@ class Status:
     """The whole of `/v1/status`; `service_manager`: it runs under one, which has its log.
 
     Attributes:
+        unit: the service of systemd that it is, None where it is none.
+        user_unit: that service belongs to a user's own service manager.
         listen_passed: the service manager has the public sockets: who connects while the daemon
             does not run is not refused, and waits.
         recent: figures of the last handoffs.
@@ -226,6 +228,8 @@ class Status:
     policy: PolicyStatus | None = None
     history_problem: str | None = None
     devices: list[DeviceSample] = dataclasses.field(default_factory=list)
+    unit: str | None = None
+    user_unit: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts and lists, in the order of the declaration."""

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from onebitd.core.handoff import Outcome, Reason, decode_speed
+from onebitd.core.handoff import Outcome, Reason, decode_speed, prefill_speed
 
 PARTS: Final = (
     *("queue_ms", "template_ms", "tokenize_ms", "lock_ms", "prefill_ms", "provider_wall_ms"),
@@ -60,7 +60,7 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         in milliseconds (parts) or tokens a second (rates). A part that no record has is left out;
         so is a rate. Percentiles are by nearest rank: the p95 is the smallest measured value that
         at least 95 % of all do not exceed, never one between two. The rate of the prefill is of
-        the provider's runs, `handed_tokens` over `prefill_ms`.
+        the provider's runs on 32 tokens or more, `handed_tokens` over `prefill_ms`.
 
     Memory: eight bytes for each time of each record, and the prompt hashes.
     """
@@ -242,7 +242,7 @@ def _float_of(bits: int) -> float:
 def _rates_of(record: Mapping[str, Any]) -> tuple[float | None, float | None]:
     """Return the tokens a second of the provider's prefill and of the decoder's reply."""
     handed, prefill_ms = _number(record.get("handed_tokens")), _number(record.get("prefill_ms"))
-    prefill = handed / prefill_ms * 1000.0 if handed and prefill_ms else None
+    prefill = prefill_speed(handed, prefill_ms)
     decode = decode_speed(_number(record.get("reply_tokens")), _number(record.get("decode_ms")))
     return (prefill if prefill is not None and prefill < _ABSURD else None), decode
 

@@ -19,6 +19,7 @@ _UNITS: Final = {
     **dict.fromkeys(("w", "week", "weeks"), 604800),
 }
 _DAYS: Final = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+_SHORT_DAYS: Final = tuple(name[:3] for name in _DAYS)
 _AMOUNT: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([a-z]+) ?", re.ASCII)
 _CLOCK: Final = re.compile(r"(\d{1,2}):(\d\d)(?::(\d\d))?", re.ASCII)
 _DATE_T: Final = re.compile(r"^(\d{4}-\d\d-\d\d)t", re.ASCII)
@@ -34,7 +35,7 @@ def parse_when(text: str, now: dt.datetime, zone: dt.tzinfo | None = None) -> dt
 
         90s  5m  2h  3d  1w  1h30m  2 hours ago     so long before `now`; a day is 24 hours here
         now, today, yesterday, monday (or mon) ...  the start of the day; the last Monday, or today
-        14:30, 14:30:05                             the last time that it was so late
+        14:30, monday 14:30, 14:30:05               the last time that it was so late
         yesterday 14:30, 2026-01-31, 2026-01-31 14:30, 2026-01-31T14:30:00
         2026-01-31T14:30:00Z, 2026-01-31 14:30+01:00
 
@@ -95,7 +96,11 @@ def _local(word: str, now: dt.datetime, zone: dt.tzinfo | None) -> dt.datetime |
     day = _day(day_word, here.date())
     if day is None or (clock_word and not _CLOCK.fullmatch(clock_word)):
         return None
-    return _at(day, _clock(clock_word) if clock_word else _MIDNIGHT, zone)
+    clock = _clock(clock_word) if clock_word else _MIDNIGHT
+    moment = _at(day, clock, zone)
+    if moment > now and day_word[:3] in _SHORT_DAYS:
+        return _at(day - dt.timedelta(days=7), clock, zone)
+    return moment
 
 
 def _day(word: str, today: dt.date) -> dt.date | None:
@@ -106,7 +111,7 @@ def _day(word: str, today: dt.date) -> dt.date | None:
     if word == "yesterday":
         return _before(today)
     for number, name in enumerate(_DAYS):
-        if word in (name, name[:3]):
+        if word in (name, _SHORT_DAYS[number]):
             return today - dt.timedelta(days=(today.weekday() - number) % 7)
     return None
 

@@ -72,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as exc:
         if exc.name != "numpy":
             raise
-        _tell("this command needs numpy, which is not installed: pip install numpy")
+        from onebitd.core.python_packages import install_hint
+
+        hint = install_hint("numpy", "apt install python3-numpy")
+        _tell(f"this command needs numpy, which is not installed: {hint}")
         return EXIT_USAGE
     except OSError as exc:
         _drop_stdout()
@@ -154,6 +157,7 @@ def _register_lock(commands: _Commands, where: argparse.ArgumentParser) -> None:
     lock = _command(commands, "lock", "who holds the NPU device lock; needs no daemon", where)
     lock.add_argument(
         "--path",
+        metavar="PATH",
         help=f"lock file (default: the daemon's, or {paths.DEVICE_LOCK} when none answers)",
     )
     lock.set_defaults(run=run_lock)

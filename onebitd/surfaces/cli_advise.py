@@ -9,13 +9,13 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from onebitd.client import BadAnswer, ControlClient, NoDaemon, choose_socket
 from onebitd.core.errors import UsageError
+from onebitd.surfaces import cli_terminal
 from onebitd.surfaces.cli_numbers import positive_int
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _run_advice(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print(json.dumps(pages.advice_object(sources, advice, ctx_size)))
     else:
-        _print(pages.advice_page(sources, advice, ctx_size, colour=_has_colour()))
+        _print(pages.advice_page(sources, advice, ctx_size, colour=cli_terminal.has_colour()))
     return EXIT_FINE
 
 
@@ -266,11 +266,5 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _has_colour() -> bool:
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not plain
-
-
 def _print(text: str) -> None:
-    encoding = sys.stdout.encoding or "ascii"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+    cli_terminal.write(f"{text}\n")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from onebitd.core.errors import OnebitError, UsageError
 from onebitd.core.handoff import Route
+from onebitd.surfaces import cli_terminal
 from onebitd.surfaces.cli_numbers import positive_int
 from onebitd.surfaces.cli_text import PAGE_COLUMNS, clean, cut, duration
 
@@ -92,7 +93,8 @@ def register(
     add(
         "--api-key-file",
         metavar="FILE",
-        help="its first line is the API key (default: the daemon's own file, when it can be read)",
+        help="file whose first key is the API key"
+        " (default: the daemon's own file, when it can be read)",
     )
     add("--plot", metavar="PNG", help="draw the medians by prompt length; needs matplotlib")
     parser.set_defaults(run=run)
@@ -103,7 +105,6 @@ def run(arguments: argparse.Namespace) -> int:
     from onebitd.core import bench_report
     from onebitd.surfaces import bench_pages as pages
     from onebitd.surfaces import cli_public as public
-    from onebitd.surfaces import cli_terminal
 
     if arguments.plot is not None:
         from onebitd.state_tools.files import check_writable
@@ -271,7 +272,7 @@ class _Progress:
         self._runs = runs
         self._done = -1
         self._began = time.monotonic()
-        self._is_shown = sys.stderr.isatty()
+        self._is_shown = cli_terminal.can_move(sys.stderr)
 
     def tell(self, what: str) -> None:
         """Say that the next run begins."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from onebitd.core.first_byte import parts_of
-from onebitd.core.handoff import decode_speed
+from onebitd.core.handoff import decode_speed, prefill_speed
 from onebitd.surfaces import cli_bar
 from onebitd.surfaces.cli_text import clean, local_time, moment_of, paint
 from onebitd.surfaces.cli_width import ELLIPSIS, columns_of, cut, pad
@@ -197,8 +197,9 @@ def _restore(record: Mapping[str, Any]) -> str:
 
 
 def _prefill_rate(record: Mapping[str, Any]) -> str:
-    number, ms = _number(record.get("handed_tokens")), _number(record.get("prefill_ms"))
-    return _rate(number / ms * 1000 if number and ms else None)
+    return _rate(
+        prefill_speed(_number(record.get("handed_tokens")), _number(record.get("prefill_ms")))
+    )
 
 
 def _decode_rate(record: Mapping[str, Any]) -> str:

@@ -242,10 +242,14 @@ def _number(text: str) -> int:
 def _since(text: str) -> dt.datetime:
     from onebitd.core.when import parse_when
 
+    now = dt.datetime.now(dt.UTC)
     try:
-        return parse_when(text, dt.datetime.now(dt.UTC))
+        moment = parse_when(text, now)
     except ValueError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from None
+    if moment > now:
+        raise argparse.ArgumentTypeError(f"{text!r} is still to come")
+    return moment
 
 
 def _say(text: str) -> None:

@@ -102,7 +102,8 @@ def _listener_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None
     text = f"onebitd says that it is {status['state']}, and {probe.get('url', '?')} fails: {what}."
     if status.get("listen_passed"):
         unit = f"onebitd-http@{status.get('instance', '?')}.socket"
-        return f"{text} systemd has this socket: look at `systemctl status {unit}`, and the log."
+        look = f"systemctl {'--user ' if status.get('user_unit') else ''}status {unit}"
+        return f"{text} systemd has this socket: look at `{look}`, and the log."
     return f"{text} What helps: look at its log ({_log_of(status)}), restart it if it hangs."
 
 
@@ -207,6 +208,8 @@ def _history_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
 
 def _log_of(status: Mapping[str, Any]) -> str:
     """Say where the log is: a daemon that nothing manages writes where its starter looks."""
-    if status.get("service_manager"):
-        return f"`journalctl -u onebitd@{status.get('instance', '?')}`"
-    return "the daemon's standard error"
+    if not status.get("service_manager"):
+        return "the daemon's standard error"
+    unit = str(status.get("unit") or f"onebitd@{status.get('instance', '?')}")
+    scope = "--user " if status.get("user_unit") else ""
+    return f"`journalctl {scope}-u {unit.removesuffix('.service')}`"

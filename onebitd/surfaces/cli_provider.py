@@ -50,7 +50,7 @@ def _register_check(actions: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     add = check.add_argument
     add("program", metavar="PROGRAM", help="the provider")
-    add("--model", metavar="M", required=True, help="GGUF file")
+    add("--model", metavar="GGUF", required=True, help="model")
     add("--elfs", metavar="DIR", help="passed to the provider")
     add(
         "--llama-server",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import PurePosixPath
 from typing import Final, Literal
 
@@ -127,7 +126,7 @@ def checked_instance(name: str) -> str:
 
 def say(text: str) -> None:
     """Print one line of what was done."""
-    sys.stdout.write(f"{cli_text.clean(text)}\n")
+    cli_terminal.write(f"{cli_text.clean(text)}\n")
 
 
 def tell(text: str) -> None:

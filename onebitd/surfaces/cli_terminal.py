@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Final, NamedTuple, TextIO
@@ -32,17 +33,26 @@ def size() -> Size:
     return Size(PAGE_COLUMNS, None)
 
 
-def has_colour() -> bool:
-    """Tell whether somebody sees colours there, and did not say no."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not plain
+def has_colour(stream: TextIO | None = None) -> bool:
+    """Tell whether somebody sees colours on a stream, or stdout, and did not say no."""
+    return can_move(stream) and not os.environ.get("NO_COLOR")
+
+
+def can_move(stream: TextIO | None = None) -> bool:
+    """Tell whether a stream, or stdout, is a terminal where a line can be written over."""
+    return (stream or sys.stdout).isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb")
 
 
 def tell(message: str) -> None:
-    """Write a message to stderr, after what stdout has; on a terminal its lines end at words."""
+    """Write a message to stderr, after what stdout has; on a terminal its lines end at words.
+
+    Where nobody reads stderr any more the exit status has to say it all.
+    """
     sys.stdout.flush()
     text = f"onebitctl: {clean(message)}"
-    sys.stderr.write("\n".join(fitting(text)) + "\n")
+    with contextlib.suppress(OSError):
+        write("\n".join(fitting(text)) + "\n", sys.stderr)
+        sys.stderr.flush()
 
 
 def fitting(text: str, stream: TextIO | None = None) -> list[str]:
@@ -57,7 +67,8 @@ def fitting(text: str, stream: TextIO | None = None) -> list[str]:
     return wrap(text, "", "  ", columns) if columns >= _LEAST_COLUMNS else [text]
 
 
-def write(text: str) -> None:
-    """Write text, what the encoding does not have as `?`."""
-    encoding = sys.stdout.encoding or "ascii"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+def write(text: str, stream: TextIO | None = None) -> None:
+    """Write text to a stream, or stdout; what its encoding does not have as `?`."""
+    stream = stream or sys.stdout
+    encoding = stream.encoding or "ascii"
+    stream.write(text.encode(encoding, "replace").decode(encoding))

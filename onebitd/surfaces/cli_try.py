@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from onebitd.core.errors import UsageError
+from onebitd.surfaces import cli_terminal
 from onebitd.surfaces.cli_numbers import positive_int
+from onebitd.surfaces.cli_terminal import write
 
 if TYPE_CHECKING:
     from onebitd.surfaces.cli_public import Event
@@ -68,7 +70,8 @@ def register(
     add(
         "--api-key-file",
         metavar="FILE",
-        help="its first line is the API key (default: the daemon's own file, when it can be read)",
+        help="file whose first key is the API key"
+        " (default: the daemon's own file, when it can be read)",
     )
     add(
         "prompt",
@@ -103,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         events.close()  # the request ends with its connection
     record = public.record_of(control, request_id)
     if arguments.json:
-        _write(sys.stdout, json.dumps({"reply": reply, "record": record}) + "\n")
+        write(json.dumps({"reply": reply, "record": record}) + "\n")
     else:
         _tell_parts(record)
     return 0
@@ -188,27 +191,27 @@ class _Printer:
         finally:
             self._end_thoughts()
             if self._last != "\n":
-                _write(sys.stdout, "\n")
+                write("\n")
             sys.stdout.flush()
 
     def _say(self, text: str) -> None:
         self._end_thoughts()
         self._last = text[-1]
-        _write(sys.stdout, harmless(text) if self._is_terminal else text)
+        write(harmless(text) if self._is_terminal else text)
         sys.stdout.flush()
 
     def _think(self, text: str) -> None:
         if not self._shows_thoughts:
             return
-        dim = "" if self._thinks or os.environ.get("NO_COLOR") else "\x1b[2m"
+        dim = "\x1b[2m" if not self._thinks and cli_terminal.has_colour(sys.stderr) else ""
         self._thinks = True
-        _write(sys.stderr, dim + harmless(text))
+        write(dim + harmless(text), sys.stderr)
         sys.stderr.flush()
 
     def _end_thoughts(self) -> None:
         if self._thinks:
             self._thinks = False
-            _write(sys.stderr, "\n" if os.environ.get("NO_COLOR") else "\x1b[0m\n")
+            write("\x1b[0m\n" if cli_terminal.has_colour(sys.stderr) else "\n", sys.stderr)
             sys.stderr.flush()
 
 
@@ -235,17 +238,17 @@ def _tell_parts(record: Mapping[str, Any] | None) -> None:
 
     stream = sys.stderr
     if record is None:
-        _write(stream, "onebitctl: the daemon has no record of this request\n")
+        write("onebitctl: the daemon has no record of this request\n", stream)
         return
     columns, colour = cli_text.PAGE_COLUMNS, False
     if stream.isatty():
-        colour = not (os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb")
+        colour = cli_terminal.has_colour(stream)
         with contextlib.suppress(OSError):
             columns = os.get_terminal_size(stream.fileno()).columns or columns
     page = try_pages.parts_page(
         record, columns, colour=colour, blocks=_can_write(stream, try_pages.BLOCKS)
     )
-    _write(stream, f"\n{page}\n")
+    write(f"\n{page}\n", stream)
 
 
 def _can_write(stream: TextIO, text: str) -> bool:
@@ -254,11 +257,6 @@ def _can_write(stream: TextIO, text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _write(stream: TextIO, text: str) -> None:
-    encoding = stream.encoding or "ascii"
-    stream.write(text.encode(encoding, "replace").decode(encoding))
 
 
 def _temperature(text: str) -> float:

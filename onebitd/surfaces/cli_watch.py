@@ -35,7 +35,7 @@ def run(look: Callable[[], Look], every_s: float, *, as_json: bool) -> int:
     try:
         if as_json:
             _run_lines(look, every_s)
-        elif sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        elif cli_terminal.can_move():
             _run_screen(look, every_s)
         else:
             _run_pages(look, every_s)

@@ -125,7 +125,10 @@ def create_control_app(
         number = cancel(request_id)
         if not number:
             raise RequestError(
-                404, f"no request {request_id[:128]!r} is in flight", kind="not_found_error"
+                404,
+                f"no request {request_id[:128]!r} is in flight: `onebitctl requests` shows those"
+                " that are",
+                kind="not_found_error",
             )
         return jsonify({"cancelled": number})
 

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -31,6 +31,7 @@ from onebitd.core import paths
 from onebitd.core.backend_state import BackendState
 from onebitd.core.config import Config
 from onebitd.core.errors import BackendFailed, ConfigError, OnebitError
+from onebitd.core.page_view import EVENTS_PATH
 from onebitd.core.reload import Merged
 from onebitd.services.admission import Admission
 from onebitd.services.handoff import Handoffs
@@ -59,6 +60,8 @@ _LAST_ANSWER_S: Final = 3.0
 """A request that was cut off still waits for what the decoder does to the slot; longer than this
 only the decoder's own end ends that."""
 _CONTROL_CONNECTIONS: Final = 64
+_BESIDES: Final = 64
+"""Descriptors for listeners, logs, the history, devices, the decoder's and the providers' pipes."""
 _NOTIFY_EVERY_S: Final = 1.0
 _EXTEND_S: Final = 30.0
 _RELOAD_LOCK_S: Final = 30.0
@@ -91,8 +94,7 @@ def serve(started: Started) -> None:
 
 
 def _raise_descriptor_limit(connections: int) -> None:
-    # One to the client and one to the decoder each, and what the daemon needs besides.
-    wanted = 2 * connections + _CONTROL_CONNECTIONS
+    wanted = descriptors_wanted(connections)
     allowed = descriptors.raise_limit(wanted)
     if allowed < wanted:
         log.warning(
@@ -100,6 +102,22 @@ def _raise_descriptor_limit(connections: int) -> None:
             line=f"http.max_connections = {connections} may need {wanted} open files, and"
             f" {allowed} are allowed: set LimitNOFILE={wanted} in the unit, or lower it",
         )
+
+
+def descriptors_wanted(connections: int) -> int:
+    """Return how many descriptors may be open at once.
+
+    One to each client of each listener, and one to the decoder for each of the public listener's.
+
+    Args:
+        connections: `http.max_connections`.
+    """
+    return 2 * connections + _CONTROL_CONNECTIONS + METRICS_CONNECTIONS + _BESIDES
+
+
+def _requests_in_flight(paths_served: Iterable[str]) -> int:
+    """Return how many requests are served, an open status page not being one."""
+    return sum(path != EVENTS_PATH for path in paths_served)
 
 
 def hang_on_purpose() -> NoReturn:
@@ -269,6 +287,7 @@ class Daemon:
             self._history,
             self._listening.addresses,
             service_manager=self._manager.present,
+            unit=self._manager.unit(),
             listen_passed=self._listening.public_is_passed,
             history_problem=lambda: self._kept.problem,
         )
@@ -282,7 +301,7 @@ class Daemon:
         # A scrape may come at any time: it waits for no kernel, and nothing is worked out for it.
         metrics = Metrics(
             partial(view.status, lock_probe.NOT_LOOKED_AT, weighed=False),
-            lambda: len(handoffs.in_flight.entries()),
+            lambda: _requests_in_flight(entry.path for entry in handoffs.in_flight.entries()),
         )
         self._history.listen(page.note)
         self._history.listen(metrics.count)

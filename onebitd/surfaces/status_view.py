@@ -28,6 +28,7 @@ from onebitd.core.control_api import (
 )
 from onebitd.core.forecast import SHORTEST, Forecast, Given
 from onebitd.core.handoff import HandoffRecord, Route
+from onebitd.core.own_unit import OwnUnit
 from onebitd.services.admission import Admission
 from onebitd.services.handoff import Handoffs
 from onebitd.services.history import History
@@ -57,6 +58,7 @@ class StatusView:
         listen: Sequence[str],
         *,
         service_manager: bool,
+        unit: OwnUnit | None = None,
         listen_passed: bool = False,
         history_problem: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -66,6 +68,7 @@ class StatusView:
         self._admission = admission
         self._listen = list(listen)
         self._service_manager = service_manager
+        self._unit = unit
         self._listen_passed = listen_passed
         self._history_problem = history_problem
         self._last: collections.deque[HandoffRecord] = collections.deque(
@@ -184,6 +187,8 @@ class StatusView:
             policy=self._policy_status() if weighed else None,
             history_problem=self._history_problem(),
             devices=list(self._handoffs.telemetry.latest()),
+            unit=None if self._unit is None else self._unit.name,
+            user_unit=self._unit is not None and self._unit.of_user,
         )
 
     def _alone_ms(self, tokens: int) -> float | None:

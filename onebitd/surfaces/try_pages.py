@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from onebitd.core.first_byte import parts_of
-from onebitd.core.handoff import Outcome, decode_speed
+from onebitd.core.handoff import Outcome, decode_speed, prefill_speed
 from onebitd.surfaces import cli_bar
 from onebitd.surfaces.cli_text import clean, milliseconds, wrap
 
@@ -83,7 +83,7 @@ def _own_words(record: Mapping[str, Any]) -> str:
     evaluated, cached = _number(record, "evaluated_tokens"), _number(record, "cached_tokens")
     if evaluated is None:
         return ""
-    rate = _rate(evaluated, parts_of(record).get("decoder"))
+    rate = _shown(prefill_speed(evaluated, parts_of(record).get("decoder")))
     has = f" ({cached:.0f} were there)" if cached else ""
     what = "prompt token" if evaluated == 1 else "prompt tokens"
     return f"; the decoder evaluated {evaluated:.0f} {what}{has}{rate and ' at ' + rate}"
@@ -91,7 +91,7 @@ def _own_words(record: Mapping[str, Any]) -> str:
 
 def _run_words(record: Mapping[str, Any]) -> str:
     ms, handed = _number(record, "prefill_ms"), _number(record, "handed_tokens")
-    rate = _rate(handed, ms)
+    rate = _shown(prefill_speed(handed, ms))
     return f"in {milliseconds(ms)}" + (f" at {rate}" if rate else "")
 
 
@@ -102,11 +102,6 @@ def _reply_words(record: Mapping[str, Any]) -> list[str]:
     rate = _shown(decode_speed(count, _number(record, "decode_ms")))
     words = f"{count:.0f} {'token' if count == 1 else 'tokens'} generated"
     return [f"{words} at {rate}" if rate else words]
-
-
-def _rate(tokens: float | None, ms: float | None) -> str:
-    """Return tokens a second, "" where a part is missing."""
-    return _shown(tokens * 1000.0 / ms if tokens and ms else None)
 
 
 def _shown(rate: float | None) -> str:

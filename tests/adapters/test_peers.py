@@ -57,7 +57,7 @@ def test_why_not_root_the_own_user_and_the_group_are_served(
 def test_why_not_names_the_group_to_join() -> None:
     """By its name where it has one; where there is none to join, it says whose the socket is."""
     stranger = Peer(1001, frozenset())
-    assert "join the group 54321" in str(Served(0, SOME_GROUP).why_not(stranger))
+    assert "is for the group 54321: join it with" in str(Served(0, SOME_GROUP).why_not(stranger))
     assert "its owner and root" in str(Served(0, None).why_not(stranger))
     assert "its owner and root" in str(Served(0, 0).why_not(stranger))
 

@@ -58,6 +58,8 @@ def zone(request: pytest.FixtureRequest) -> Iterator[dt.tzinfo | None]:
         ("wednesday", "2026-05-05T22:00:00"),
         ("Thu", "2026-04-29T22:00:00"),
         ("monday 08:00", "2026-05-04T06:00:00"),
+        ("wednesday 14:10", "2026-05-06T12:10:00"),
+        ("wed 14:11", "2026-04-29T12:11:00"),
         ("14:10", "2026-05-06T12:10:00"),
         ("14:11", "2026-05-05T12:11:00"),
         ("2:05:09", "2026-05-06T00:05:09"),
@@ -89,6 +91,7 @@ def test_parse_when_what_people_type_is_that_moment(
         ("2026-10-25T10:00", "today", "2026-10-24T22:00"),
         ("2026-10-25T10:00", "2026-10-25 02:30", "2026-10-25T00:30"),
         ("2026-10-25T10:00", "1d", "2026-10-24T10:00"),
+        ("2026-10-25T10:00", "sunday 11:30", "2026-10-18T09:30"),
     ],
 )
 def test_parse_when_clocks_change_days_and_durations_stay_what_they_are(

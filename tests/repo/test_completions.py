@@ -126,9 +126,12 @@ def home(tmp_path: Path) -> Path:
     [["-i", ""], ["--instance", "="], ["status", "-i", ""], ["install-units", "--enable", ""]],
 )
 def test_onebitctl_completion_instances_are_those_there_are(home: Path, words: list[str]) -> None:
-    """Running or configured, each once."""
+    """Running or configured, each once; a file whose name is no instance's is passed over."""
     assert {"runs", "both", "written"} <= set(completed("onebitctl", *words, home=home))
     assert completed("onebitctl", "-i", "wri", home=home) == ["written"]
+    (home / "onebitd" / "$(touch expanded).toml").touch()
+    assert completed("onebitctl", "-i", "wri", home=home) == ["written"]
+    assert not (home / "expanded").exists()
 
 
 def test_onebitd_completion_options_are_those_of_the_parser() -> None:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pty
+import signal
 import socket
 import subprocess
 import sys
@@ -86,7 +87,7 @@ async def test_requests_are_a_table_and_cancel_ends_one(served: Served) -> None:
     done = await served.run("requests")
     assert (done.returncode, done.stdout, done.stderr) == (0, "nothing is in flight\n", "")
     one = RequestInFlight("a'b", "POST", "/v1/chat/completions", "decode", 2.13, True, 307, 12)
-    served.view.serving = [one, RequestInFlight("x" * 36, "GET", "/v1/models", "pass", 61.0)]
+    served.view.serving = [one, RequestInFlight("x" * 36, "GET", "/v1/\u4e16/models", "pass", 61.0)]
     done = await served.run("requests")
     lines = done.stdout.splitlines()
     assert len(lines) == 3
@@ -95,6 +96,8 @@ async def test_requests_are_a_table_and_cancel_ends_one(served: Served) -> None:
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
         one.to_json() for one in served.view.serving
     ]
+    done = await served.run("requests", LC_ALL="C", PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 3)
     done = await served.run("cancel", "a'b")
     assert (done.returncode, done.stdout, done.stderr) == (0, "cancelled 1 request\n", "")
     done = await served.run("cancel", "--json", "a'b")
@@ -357,6 +360,41 @@ def test_cli_with_a_closed_stream_keeps_its_status(closed: str, status: int) -> 
     done = subprocess.run(
         ["sh", "-c", f"exec {sys.executable} -m onebitd.surfaces.cli {words} {closed}"],
         capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
+def test_cli_whose_stderr_nobody_reads_keeps_its_status() -> None:
+    """A message that cannot be written is no error of its own."""
+    command = [sys.executable, "-m", "onebitd.surfaces.cli", "--socket", "/no/such", "status"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as child:
+        assert child.stderr is not None
+        child.stderr.close()
+        assert child.wait(60) == 3
+
+
+@pytest.mark.parametrize(("ignored", "status"), [(False, -signal.SIGINT), (True, 0)])
+def test_cli_interrupted_while_it_is_imported_says_nothing(
+    tmp_path: Path, ignored: bool, status: int
+) -> None:
+    """Ctrl-C in the first moment is no traceback; where SIGINT is ignored it stays so."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import builtins\n"
+        "import signal\n"
+        "was = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name == 'argparse':\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "    return was(name, *rest)\n"
+        "builtins.__import__ = interrupted\n"
+    )
+    run = "import sys; from onebitd.surfaces.cli_start import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", run, "--version"],
+        env=environment({"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}),
+        capture_output=True,
+        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None,
         check=False,
     )
     assert (done.returncode, done.stderr) == (status, b"")

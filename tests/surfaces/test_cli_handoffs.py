@@ -644,6 +644,7 @@ async def test_handoffs_summary_csv_and_json_of_a_daemon(served: Served) -> None
     ("arguments", "words"),
     [
         (("--since", "soon"), "'soon' is no time: write it like 2h, "),
+        (("--since", "2099-01-01"), "'2099-01-01' is still to come"),
         (("--reason", "bad"), "--reason"),
         (("--route", "air"), "--route"),
         (("--json", "--csv"), "not allowed with"),

@@ -441,8 +441,14 @@ def test_status_advice_is_for_a_reason_that_exists(reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("managed", "where"),
-    [(True, "`journalctl -u onebitd@qwen`"), (False, "the daemon's standard error")],
+    ("managed", "unit", "user_unit", "where"),
+    [
+        (True, None, False, "`journalctl -u onebitd@qwen`"),
+        (True, "onebitd@qwen.service", False, "`journalctl -u onebitd@qwen`"),
+        (True, "onebitd@qwen.service", True, "`journalctl --user -u onebitd@qwen`"),
+        (True, "chat.service", True, "`journalctl --user -u chat`"),
+        (False, None, False, "the daemon's standard error"),
+    ],
 )
 @pytest.mark.parametrize(
     "changes",
@@ -453,12 +459,21 @@ def test_status_advice_is_for_a_reason_that_exists(reason: str) -> None:
     ],
 )
 def test_status_page_log_is_where_the_daemon_writes_it(
-    changes: dict[str, Any], managed: bool, where: str
+    changes: dict[str, Any], managed: bool, unit: str | None, user_unit: bool, where: str
 ) -> None:
-    """journalctl is named only for a daemon that runs under a service manager."""
-    (problem,) = cli_problems.find_problems(status_of(service_manager=managed, **changes), NOW)
+    """The journal of the service that it is, and only of a daemon that is under a manager."""
+    status = status_of(service_manager=managed, unit=unit, user_unit=user_unit, **changes)
+    (problem,) = cli_problems.find_problems(status, NOW)
     assert problem.endswith((f"log: {where}.", f"says more: {where}."))
     assert ("journalctl" in problem) is managed
+
+
+def test_status_page_socket_of_a_user_is_looked_at_with_their_own_manager() -> None:
+    """`systemctl status` without --user knows nothing of a user's socket."""
+    silent = {"probe": answered(None, "no answer within 2 s"), "listen_passed": True}
+    for user_unit, look in ((False, "systemctl status"), (True, "systemctl --user status")):
+        (problem,) = cli_problems.find_problems(ready(**silent, user_unit=user_unit), NOW)
+        assert f"`{look} onebitd-http@qwen.socket`" in problem
 
 
 def lock_row(**changes: Any) -> str:

@@ -313,7 +313,12 @@ def test_choose_socket_program_of_a_service_asks_that_service(
 @pytest.mark.parametrize(
     ("sockets", "booted", "words"),
     [
-        ([], True, "`systemctl start onebitd@q` if it is a service, else with `onebitd --inst"),
+        (
+            [],
+            True,
+            "`systemctl start onebitd@q` if it is a service (with --user if it is your own), else"
+            " with `onebitd --instance q`",
+        ),
         ([], False, "start it with `onebitd --instance q`"),
         (["/run/onebitd/q/control.sock"], True, "start it with `systemctl start onebitd@q`"),
         (["/run/onebitd/q/control.sock"], False, "start it with `onebitd --instance q`"),
@@ -330,8 +335,10 @@ def test_no_daemon_names_systemctl_only_where_it_would_help(
 ) -> None:
     """Not without systemd, and not for a directory that no service has."""
     found = [client.Instance("q", name, "stopped") for name in sockets]
-    text = client._no_daemon("q", found, None, booted=booted)
+    text = client._no_daemon("q", found, None, booted=booted, uid=7)
     assert words in text
+    of_root = client._no_daemon("q", found, None, booted=booted, uid=0)
+    assert of_root == text.replace(" (with --user if it is your own)", "")
     assert ("systemctl" in text) is ("systemctl" in words)
 
 

@@ -74,6 +74,17 @@ DECODED: dict[str, Any] = {
             "Not handed off because policy; the decoder evaluated 300 prompt tokens at 1200"
             " tokens/s, first byte after 250.0 ms, 1 token generated.",
         ),
+        # The time of few tokens is what any prefill begins with.
+        (
+            {**DECODED, "outcome": "skipped", "reason": "policy", "evaluated_tokens": 1},
+            "Not handed off because policy; the decoder evaluated 1 prompt token (8 were there),"
+            " first byte after 250.0 ms, 1 token generated.",
+        ),
+        (
+            {**USED, "prompt_tokens": 32, "handed_tokens": 31},
+            "32 prompt tokens handed over by state file, prefilled in 88.1 ms,"
+            " first byte after 103.2 ms, 64 tokens generated at 40.0 tokens/s.",
+        ),
         ({"outcome": "cancelled", "reason": "operator"}, "Cancelled because operator."),
         ({"outcome": "failed", "reason": "internal", "detail": "x"}, "Failed because internal: x."),
         # Of another version, or damaged.

@@ -56,6 +56,8 @@ def test_status_all_tells_each_and_starts_none(three: dict[str, Instance]) -> No
     assert done.status == 3
     assert found["serves"]["state"] in ("loading", "ready")
     assert found["serves"]["service_manager"]
+    serves = three["serves"].service
+    assert (found["serves"]["unit"], found["serves"]["user_unit"]) == (serves, False)
     assert found["rests"]["error"] == "rests, and is started by the first request"
     assert found["broken"]["unit"]["result"] == "exit-code"
     assert three["rests"].show("ActiveState") == {"ActiveState": "inactive"}
