@@ -178,6 +178,19 @@ def test_onebitd_page_reasons_are_those_of_the_code() -> None:
     assert items(section(DAEMON, "REASONS"), "Cm") == list(Reason)
 
 
+WHAT_TO_DO = (
+    *("Correct", "Do", "Find", "Give", "Make", "Nothing to do", "Please report", "Raise"),
+    *("Report", "Run", "See", "Set", "Take", "Wait", "add"),
+)
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_onebitd_page_reason_says_what_to_do(reason: Reason) -> None:
+    """After what it means, a sentence that tells somebody to do something, or nothing."""
+    entry = section(DAEMON, "REASONS").partition(f"\n.It Cm {reason}\n")[2].partition("\n.It ")[0]
+    assert re.search(rf"^(?:{'|'.join(WHAT_TO_DO)})\b", entry, re.MULTILINE), entry
+
+
 @pytest.mark.parametrize("reason", Reason)
 def test_onebitd_page_reason_is_not_in_this_version_only_if_nothing_gives_it(
     reason: Reason,
