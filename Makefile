@@ -44,7 +44,7 @@ BOX_TESTS := tests/systemd tests/repo/test_deb.py tests/chaos tests/fuzz tests/s
 	$(addprefix tests/e2e/test_,history.py page.py readme.py try_bench.py)
 SIDE_TESTS := tests/contract tests/bench $(sort $(wildcard tests/e2e/test_*_real.py)) \
 	$(addprefix tests/e2e/test_,clients.py conformance.py hybrid_e2e.py never_lose.py prefill_llama.py \
-	prefill_numpy.py prefill_share.py shared_route.py terminal.py)
+	prefill_numpy.py prefill_share.py shared_route.py terminal.py terminal_states.py)
 
 # The log tells where the time goes.
 SLOWEST := --durations=25 --durations-min=5

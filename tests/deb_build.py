@@ -1,4 +1,7 @@
-"""The Debian package, built once for the tests that look into it and those that install it."""
+"""The Debian package, built once for the tests that look into it and those that install it.
+
+It is built by README's line, typed in a copy of this checkout.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,19 @@ import atexit
 import functools
 import os
 import re
+import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests import readme
 from tests.llama_builds import ROOT
 
 NO_TOOLS = ("not found:", "not installed:")
+NOT_SOURCES = (".*", "__pycache__", "build", "dist", "tests")
+OF_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
 UNREACHABLE = ("No matching distribution found", "Could not find a version", "Connection")
 
 
@@ -28,15 +34,24 @@ def built_deb() -> Path:
     """
     home = tempfile.TemporaryDirectory(prefix="onebitd-deb-")
     atexit.register(home.cleanup)
-    command = [sys.executable, str(ROOT / "units" / "debian" / "build.py")]
-    command += ["--build-dir", f"{home.name}/build", "--dist-dir", f"{home.name}/dist"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    checkout = Path(home.name) / "checkout"
+    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(*NOT_SOURCES))
+    done = subprocess.run(
+        ["sh", "-c", readme.block("make deb").commands[0]],
+        cwd=checkout,
+        env={name: value for name, value in os.environ.items() if name not in OF_MAKE},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode != 0:
         obstacles = NO_TOOLS + UNREACHABLE
         if os.environ.get("CI") != "true" and any(word in done.stderr for word in obstacles):
             pytest.skip(done.stderr.splitlines()[0])
         pytest.fail(done.stderr, pytrace=False)
-    return Path(done.stdout.strip())
+    (path,) = checkout.glob("dist/*.deb")
+    return path
 
 
 def dpkg_deb(*args: str | Path) -> str:

@@ -1,7 +1,12 @@
-"""README's code blocks, as its reader would take them."""
+"""README's code blocks, as its reader would take them.
+
+A test types a block as it stands: it gets the text from here, by the block's beginning, and takes
+each of its lines.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass
 
@@ -73,3 +78,23 @@ def block(name: str) -> Block:
     """Return the block whose first command begins so."""
     (found,) = (one for one in blocks() if one.name.startswith(name))
     return found
+
+
+def asked_for() -> tuple[str, ...]:
+    """Return the names by which tests ask for blocks, each once; they ask with a literal."""
+    found: set[str] = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        text = path.read_text()
+        if "readme.block(" in text:
+            found |= {name for node in ast.walk(ast.parse(text)) for name in _name_in(node)}
+    return tuple(sorted(found))
+
+
+def _name_in(node: ast.AST) -> list[str]:
+    match node:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id="readme"), attr="block"),
+            args=[ast.Constant(value=str(name))],
+        ):
+            return [name]
+    return []

@@ -9,12 +9,13 @@ import atexit
 import functools
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import tempfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
@@ -22,40 +23,17 @@ from threading import Thread
 
 import pytest
 
+from onebitd.core.handoff import Outcome, Reason
 from tests import readme
 from tests.harness import wait_until
-from tests.llama_builds import BUILDS, MODELS, ROOT, require_program
+from tests.llama_builds import BUILDS, CPU_ONLY, MODELS, ROOT, require_program
+from tests.tiny_models import TINY_MODELS, write
 
 PATIENCE_S = 120.0
 ADDRESS = "127.0.0.1:8000"
 """Where README has the demo; it takes another port when that one is taken."""
 CTL = ".venv/bin/onebitctl -i demo"
 """What README says to type for onebitctl, in the demo."""
-
-HOST = (
-    "make demo",
-    ".venv/bin/onebitctl -i demo try",
-    "curl -i",
-    "from openai",
-    "onebitctl status",
-    "onebitctl bench",
-)
-"""Blocks that are tried here."""
-BOX = (
-    *("/usr/bin/python3 -m venv", "/opt/onebitd/bin/onebitctl install-units", "[model]"),
-    *("onebitctl -i qwen doctor", "install -D -m 644 -t"),
-)
-"""Blocks that tests/systemd/test_readme.py tries."""
-ELSEWHERE = {
-    "make deb": "tests/systemd/test_deb.py",
-    "/opt/onebitd/bin/onebitd -m": "tests/systemd/test_install.py",
-    "curl --unix-socket": "tests/e2e/test_metrics.py",
-    "scrape_configs:": "tests/repo/test_monitoring.py",
-    "onebitctl provider check": "tests/e2e/test_conformance.py",
-}
-"""Blocks whose commands other tests have, and where; with arguments of their own."""
-SHOWN = ("onebitctl handoffs -n 1",)
-"""Blocks that show what somebody saw."""
 
 
 @functools.cache
@@ -74,12 +52,15 @@ def environment() -> dict[str, str]:
     return {**kept, **runs}
 
 
-def shell(command: str) -> subprocess.CompletedProcess[str]:
-    """Run a line as it is typed in the checkout."""
+def shell(
+    command: str, cwd: Path = ROOT, path: Sequence[Path] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a line as it is typed in the checkout, or elsewhere, `path` before the own PATH."""
+    environ = environment()
     return subprocess.run(
         ["sh", "-c", command],
-        cwd=ROOT,
-        env=environment(),
+        cwd=cwd,
+        env={**environ, "PATH": ":".join((*map(str, path), environ["PATH"]))},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -147,14 +128,32 @@ def read_all(source: Iterator[str], lines: Queue[str]) -> None:
     lines.put("")
 
 
-def test_readme_every_block_is_tried_somewhere() -> None:
-    """A block that is new has to be tried, or to say where it is."""
-    for one in readme.blocks():
-        known = (*HOST, *BOX, *ELSEWHERE, *SHOWN)
-        found = [name for name in known if one.name.startswith(name)]
-        assert len(found) == 1, f"nobody tries the block {one.name!r} of README"
-    for place in ELSEWHERE.values():
-        assert Path(ROOT, place).exists()
+def test_readme_every_block_is_typed_by_a_test() -> None:
+    """A block that is new or begins otherwise is in the hands of no test, and fails this one."""
+    asked = readme.asked_for()
+    assert {one.name for one in readme.blocks() if not one.name.startswith(asked)} == set()
+    assert {name for name in asked if readme.block(name).name.startswith(name)} == set(asked)
+
+
+def test_readme_demo_of_a_clean_checkout_begins_as_make_test_does(tmp_path: Path) -> None:
+    """A checkout without `.venv`: the same environment, made by the same rule, and no step more.
+
+    Where this suite is run on a clean checkout, as .ci/run does, that rule has just been tried.
+    """
+    require_program("make")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    (command, _) = readme.block("make demo").commands
+    steps = [
+        shell(line, cwd=tmp_path).stdout.splitlines()
+        for line in (f"{command} -n", "make -n test PYTEST_ARGS=tests")
+    ]
+    demos, tests_ = steps
+    assert "-m venv .venv" in demos[1]
+    assert demos[:-2] == tests_[: len(demos) - 2]
+    fetch, run = demos[-2:]
+    assert fetch.endswith("-m tests.tools.fetch_llama demo")
+    assert run.endswith("tests/tools/demo.py")
 
 
 @pytest.mark.real
@@ -245,6 +244,52 @@ def test_readme_bench_and_advise_say_what_a_handoff_is_worth(demo: Demo) -> None
     assert (done.returncode, "RATIO" in done.stdout) == (0, True), done
     done = shell(advise.replace("onebitctl", CTL, 1))
     assert (done.returncode, "Time to first byte" in done.stdout) == (0, True), done
+
+
+@pytest.mark.real
+def test_readme_record_of_a_handoff_is_drawn_as_it_says(demo: Demo) -> None:
+    """Legend and columns; a pipe has one column more, for the reason that a terminal has below."""
+    example = readme.block("onebitctl handoffs -n 1")
+    (command,) = example.commands
+    done = shell(command.replace("onebitctl", CTL, 1))
+    assert (done.returncode, done.stderr) == (0, ""), done
+    legend, header, row, reason = example.printed
+    shown = done.stdout.splitlines()
+    assert (shown[0], shown[1].split()) == (legend, [*header.split(), "REASON"])
+    assert row.split()[1] == Outcome.SKIPPED
+    assert reason.split(":")[0].strip() == Reason.POLICY
+
+
+@pytest.mark.real
+def test_readme_instruments_find_a_provider_right(tmp_path: Path) -> None:
+    """The four lines as they stand, where the files that they name are; with a tiny model."""
+    BUILDS[0].require()
+    tiny = write(next(one for one in TINY_MODELS if one.name == "qwen3"), tmp_path)
+    tiny.path.rename(tmp_path / "model.gguf")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    cpu = shlex.join(CPU_ONLY)
+    for path, first, line in (
+        (programs / "llama-server", "", f'exec {BUILDS[0].program} "$@" {cpu} -t 1'),
+        (
+            tmp_path / "my-provider",
+            f"export ONEBIT_PREFILL_LLAMA_SERVER={programs}/llama-server\n",
+            f'exec {ROOT}/.venv/bin/onebit-prefill-llama "$@"',
+        ),
+    ):
+        path.write_text(f"#!/bin/sh\n{first}{line}\n")
+        path.chmod(0o755)
+
+    said = []
+    for command in readme.block("onebitctl provider check").commands:
+        done = shell(command, tmp_path, (programs, ROOT / ".venv" / "bin"))
+        assert (done.returncode, done.stderr) == (0, ""), (command, done)
+        said.append(done.stdout)
+    judged, shown, compared, checked = said
+    assert "./my-provider conforms: " in judged.splitlines()[-1]
+    assert "layer 0 K" in shown
+    assert compared == ""  # no difference, no line
+    assert checked == "out/short/state.bin: fine, held against the decoder's layout\n"
 
 
 @pytest.mark.real

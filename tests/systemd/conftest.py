@@ -1,8 +1,8 @@
 """Fixtures for tests in a booted systemd, over Debian 12 and 13.
 
-In each box: /srv/wheels (onebitd's wheel and its dependencies), /srv/llama (.venv/llama, when it
-is installed) and /srv/checkout (this repository), all read-only; and /srv/kept, where a box leaves
-what the later boxes of its suite need not make again.
+In each box: /srv/wheels (what an installation of onebitd takes from elsewhere), /srv/llama
+(.venv/llama, when it is installed) and /srv/checkout (this repository), all read-only; and
+/srv/kept, where a box leaves what the later boxes of its suite need not make again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import readme
 from tests.llama_builds import LLAMA_DIR, ROOT
 from tests.systemd.box import SUITES, Box, Suite, booted, give_up
 
-INSTALL = (
-    ("python3", "-m", "venv", "/opt/onebitd"),
-    ("/opt/onebitd/bin/pip", "install", "--no-index", "--find-links", "/srv/wheels", "onebitd"),
-)
+OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/srv/wheels"}
+"""What tells pip where to find, without a network, what it would fetch."""
 INSTALL_UNITS = ("/opt/onebitd/bin/onebitctl", "install-units")
 KEPT = "/srv/kept"
 
@@ -73,13 +72,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def boot_box(
-    suite: Suite, wheel: Path, tmp_path_factory: pytest.TempPathFactory
+    suite: Suite, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[], AbstractContextManager[Box]]]:
     """A function that boots another box of the suite, with what the boxes of all fixtures have."""
-    wheels = tmp_path_factory.mktemp(f"wheels-{suite.name}")
-    for path in (wheel, *suite.wheels.glob("*.whl")):
-        shutil.copy(path, wheels)
-    shown = {wheels: "/srv/wheels", ROOT: "/srv/checkout"}
+    shown = {suite.wheels: "/srv/wheels", ROOT: "/srv/checkout"}
     if LLAMA_DIR.exists():
         shown[LLAMA_DIR] = "/srv/llama"
     kept = tmp_path_factory.mktemp(f"kept-{suite.name}")
@@ -122,11 +118,11 @@ def install(box: Box) -> None:
 
 
 def install_by_commands(box: Box) -> None:
-    """Install onebitd in /opt/onebitd of a box, as the documentation says.
+    """Install onebitd in /opt/onebitd of a box: README's lines, typed in a checkout.
 
     pip compiles: the service may not write below /opt, and would do it at each start.
     """
-    for command in INSTALL:
-        box.run(*command, timeout_s=120)
+    for line in readme.block("/usr/bin/python3 -m venv").commands:
+        box.run("sh", "-c", f"cd /srv/checkout; {line}", env=OFFLINE, timeout_s=120)
     box.run("tar", "-C", "/opt", "-cf", f"{KEPT}/opt.new", "onebitd")
     box.run("mv", f"{KEPT}/opt.new", f"{KEPT}/opt.tar")

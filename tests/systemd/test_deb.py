@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import onebitd
+from tests import readme
 from tests.deb_build import built_deb, newer_deb
 from tests.llama_builds import ROOT
 from tests.standins import tiny_state
@@ -29,6 +30,11 @@ program = "/srv/checkout/tests/standins/provider.py"
 [handoff]
 policy = "always"
 """
+EDITOR = """\
+#!/bin/sh
+# What a reader writes; the file stays whose it is.
+exec cat >"$1" /srv/qwen.toml
+"""
 LOCK = "/tmp/1bit-npu-device.lock"
 # What Debian's own programs write when a package comes and goes.
 NOT_OURS = (
@@ -44,11 +50,12 @@ ACCOUNT_FILES = {
 
 @pytest.fixture(scope="module")
 def debs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package, a newer one, and a model for the stand-in."""
+    """A folder with the package in dist/, a newer one, and a model for the stand-in."""
     folder = tmp_path_factory.mktemp("debs")
     deb = built_deb()
     folder.chmod(0o755)  # the service reads the model
-    shutil.copy(deb, folder / "onebitd.deb")
+    (folder / "dist").mkdir()
+    shutil.copy(deb, folder / "dist")
     newer = newer_deb(deb, NEWER, tmp_path_factory.mktemp("newer"))
     shutil.copy(newer, folder / "newer.deb")
     (folder / "tiny.gguf").write_bytes(tiny_state.gguf())
@@ -70,17 +77,28 @@ def apt(box: Box, *args: str) -> str:
     return done.stdout + done.stderr
 
 
-def start_instances(box: Box) -> None:
-    """Configure and enable both instances, the second with its public port as a socket unit."""
-    for name, port in PORTS.items():
-        box.write(f"/etc/onebitd/{name}.toml", CONFIG.format(port=port))
+def type_in(box: Box, *lines: str) -> None:
+    """Type lines of README's block where dist/ is; each has to succeed."""
+    for line in lines:
+        environment = {"DEBIAN_FRONTEND": "noninteractive"}
+        box.run("sh", "-c", f"cd /srv/deb; {line}", env=environment, timeout_s=120)
+
+
+def start_instances(box: Box, *lines: str) -> None:
+    """Have qwen by README's lines, and swift with its public port as a socket unit."""
+    box.write("/srv/qwen.toml", CONFIG.format(port=PORTS["qwen"]))
+    box.write("/usr/local/bin/editor", EDITOR, 0o755)
+    type_in(box, *lines)
+    made = box.run("stat", "-c", "%U:%G %a", "/etc/onebitd/qwen.toml").stdout
+    assert made == "root:onebitd 640\n"
+    box.write("/etc/onebitd/swift.toml", CONFIG.format(port=PORTS["swift"]))
     box.write(
         "/etc/systemd/system/onebitd-http@swift.socket.d/port.conf",
         f"[Socket]\nListenStream=\nListenStream=127.0.0.1:{PORTS['swift']}\n",
     )
     box.run("systemctl", "daemon-reload")
     box.run("systemctl", "enable", "--now", "onebitd-http@swift.socket")
-    box.run("systemctl", "enable", "--now", *(f"onebitd@{name}" for name in PORTS))
+    box.run("systemctl", "enable", "--now", "onebitd@swift")
 
 
 def status(box: Box, name: str) -> dict[str, object]:
@@ -111,18 +129,22 @@ def units(box: Box, which: str) -> str:
 
 
 def test_deb_installed_two_instances_serve_and_an_upgrade_restarts_them(bare: Box) -> None:
-    """Handoffs work with Debian's own numpy; a newer package's code runs at once, sockets stay."""
-    apt(bare, "install", "/srv/deb/onebitd.deb")
+    """README's lines; handoffs with Debian's own numpy; a newer package's code runs at once."""
+    _, install, *configure = readme.block("make deb").commands  # the first one: built_deb()
+    type_in(bare, install)
     assert bare.run("stat", "-c", "%U:%G %a", "/etc/onebitd", LOCK).stdout.split("\n")[:2] == [
         "root:onebitd 750",
         "root:render 660",
     ]
     assert bare.run("id", "-Gn", "onebitd").stdout.split() == ["onebitd", "video", "render"]
     assert bare.run("sh", "-c", "ls /usr/lib/onebitd/onebitd/surfaces/__pycache__/cli.*.pyc").stdout
-    start_instances(bare)
+    start_instances(bare, *configure)
+    assert bare.exists("/usr/bin/onebit-prefill-llama")
     for name in PORTS:
         assert "x-onebit-handoff: file" in chat(bare, name)
         assert status(bare, name)["version"] == onebitd.__version__
+    checked = bare.run("onebitctl", "-i", "qwen", "doctor").stdout.splitlines()
+    assert checked[0] == "qwen: checked inside onebitd@qwen.service, as the service sees it"
     sockets = ("onebitd@qwen.socket", "onebitd@swift.socket", "onebitd-http@swift.socket")
     properties = ("ActiveState", "ActiveEnterTimestampMonotonic")
     before = {name: bare.show(f"onebitd@{name}", "MainPID") for name in PORTS}
@@ -141,8 +163,9 @@ def test_deb_installed_two_instances_serve_and_an_upgrade_restarts_them(bare: Bo
 def test_deb_removed_stops_everything_and_purged_leaves_what_others_wrote(bare: Box) -> None:
     """remove keeps configuration and state; purge keeps the files that the package did not make."""
     at_first = paths(bare)
-    apt(bare, "install", "/srv/deb/onebitd.deb")
-    start_instances(bare)
+    _, install, *configure = readme.block("make deb").commands
+    type_in(bare, install)
+    start_instances(bare, *configure)
     bare.run("systemctl", "stop", "onebitd@qwen", "onebitd@qwen.socket")  # was there, runs no more
     assert bare.exists("/run/onebitd/swift/control.sock")
     assert bare.exists("/run/onebitd/qwen")
@@ -172,6 +195,7 @@ def test_deb_removed_stops_everything_and_purged_leaves_what_others_wrote(bare: 
         "/etc/onebitd/swift.toml",
         "/etc/systemd/system/onebitd-http@swift.socket.d",
         "/etc/systemd/system/onebitd-http@swift.socket.d/port.conf",
+        "/usr/local/bin/editor",
     }
     assert units(bare, "--all") == ""
     assert not bare.exists(LOCK)

@@ -3,7 +3,7 @@
     python -m tests.tools.fetch_boxes
 
     .venv/boxes/bookworm, trixie            minimal Debian, each with systemd and python3
-    .venv/boxes/wheels-3.11, wheels-3.13    onebitd's dependencies for their python3
+    .venv/boxes/wheels-3.11, wheels-3.13    what `pip install .` takes, for their python3
 
 What is there is left alone as long as its recipe (the constants below) is the same. Each is made
 as NAME.part, its log in NAME.log, and renamed when it is whole. Debian comes from wherever
@@ -176,9 +176,12 @@ def pip(*args: str, log: Path) -> None:
 
 
 def fetch_wheels(suites: Sequence[Suite]) -> None:
-    """Fill the wheel folder of each suite that has none for today's dependencies; FetchError."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted: list[str] = project["dependencies"]
+    """Fill the wheel folder of each suite that has none for today's pyproject.toml; FetchError."""
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted: list[str] = [
+        *document["project"]["dependencies"],
+        *document["build-system"]["requires"],
+    ]
     recipe = {"dependencies": wanted, "machine": platform.machine()}
     stamp = Path(Path(STAMP).name)
     due = [suite for suite in suites if not is_current(suite.wheels, stamp, recipe)]
