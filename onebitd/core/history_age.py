@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 HOLD_MS: Final = 86_400_000
-"""A jump counts after the clock has gone on evenly for so long, while the box was on."""
+"""A jump counts after both clocks have gone on evenly for so long."""
 SLACK_MS: Final = 86_400_000
 """Going off by no more than this is no jump."""
 

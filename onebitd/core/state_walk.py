@@ -249,7 +249,10 @@ def expect_cells(
         _expect_column(name, "x", cells.ext[:, 0], wanted)
         _expect_column(name, "y", cells.ext[:, 1], wanted)
     if shape.ext_bytes == 12:
-        _expect_column(name, "token", cells.ext[:, 2], tokens[wanted])
+        wrong = cells.ext[:, 2] != tokens[wanted]
+        if wrong.any():  # where, not which: the ids are the prompt
+            at = int(np.argmax(wrong))
+            raise StateFileError(f"section {name}, cell {at}: not the token that was handed over")
 
 
 def _positions(n: int, count: int, found_first: int, *, ring: bool) -> Ints:

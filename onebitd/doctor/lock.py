@@ -66,10 +66,14 @@ def _fix(path: str, problem: str, place: Place) -> str | None:
     if group is not None:
         return place.join(group[1], sight.own_name())
     if problem.endswith(": remove it"):
-        return folded([f"{place.sudo}rm -r -- {file} &&", make_fix(path, place)])
+        # Pasted without a thought: what is in a directory must survive that.
+        remove = "rmdir" if problem.startswith("it is a directory") else "rm -f"
+        return folded([f"{place.sudo}{remove} -- {file} &&", make_fix(path, place)])
     if "chmod +t" in problem:
         return f"{place.sudo}chmod +t {directory}"
-    if problem.startswith("it belongs to ") or "may not be opened" in problem:
+    if place.scope == "system" and (
+        problem.startswith("it belongs to ") or "may not be opened" in problem
+    ):
         # The file stays the one that others may have locked.
         return folded([f"{place.sudo}chown root:render {file} &&", f"{place.sudo}chmod 660 {file}"])
     if "may not be created" in problem:

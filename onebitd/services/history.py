@@ -30,6 +30,7 @@ NOT_THE_PROVIDERS: Final = frozenset(
         *SKIPS,  # an error of a strict request's, for which nothing was tried
         *(Reason.BACKEND_DOWN, Reason.BACKEND_REFUSED, Reason.QUEUE_FULL),
         *(Reason.CLIENT_GONE, Reason.OPERATOR, Reason.DRAINING),
+        Reason.INTERNAL,
     }
 )
 """Reasons of a failure that say nothing about the way from the provider to the decoder."""

@@ -19,7 +19,7 @@ from onebitd.core.backend_state import BackendState
 from onebitd.core.config import HttpConfig, Policy
 from onebitd.core.errors import BackendError, RequestError
 from onebitd.core.handoff import Route
-from onebitd.core.http1 import Headers
+from onebitd.core.http1 import HeadError, Headers, request_head
 from onebitd.services.handoff import Handoffs
 from onebitd.services.in_flight import Entry
 from onebitd.services.supervisor import BackendFacts
@@ -155,6 +155,7 @@ class PublicApp:
         parsed: request.ParsedRequest,
         entry: Entry,
     ) -> None:
+        _check_head(client, headers)
         wanted = (client.path, parsed, _wanted_policy(client), entry.request_id)
         exchange = entry.exchange = self._handoffs.exchange(
             *wanted,
@@ -294,6 +295,14 @@ def _said(client: Client, name: bytes) -> str:
     """Return a header's text; of one that was sent twice both values: they are no word then."""
     values = [value for header, value in client.headers if header == name]
     return b", ".join(values).decode("latin-1").strip().lower()
+
+
+def _check_head(client: Client, headers: Headers) -> None:
+    """See that the decoder will get this head: else a provider would run for nothing."""
+    try:
+        request_head(client.method, client.target, headers)
+    except HeadError as error:
+        raise RequestError(400, "the request cannot be passed on", quoted=str(error)) from error
 
 
 def _wanted_policy(client: Client) -> Policy | None:

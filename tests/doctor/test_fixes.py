@@ -78,18 +78,18 @@ EDIT = "sudoedit /etc/onebitd/q.toml"
 @pytest.mark.parametrize(
     ("path", "problem", "fix"),
     [
-        (DEVICE_LOCK, "it is a directory: remove it", f"sudo rm -r -- {DEVICE_LOCK} && {TMPFILES}"),
-        ("/srv/l", "it is a directory: remove it", f"sudo rm -r -- /srv/l && {INSTALL}"),
-        ("/srv/l", "it is a fifo: remove it", f"sudo rm -r -- /srv/l && {INSTALL}"),
+        (DEVICE_LOCK, "it is a directory: remove it", f"sudo rmdir -- {DEVICE_LOCK} && {TMPFILES}"),
+        ("/srv/l", "it is a directory: remove it", f"sudo rmdir -- /srv/l && {INSTALL}"),
+        ("/srv/l", "it is a fifo: remove it", f"sudo rm -f -- /srv/l && {INSTALL}"),
         (
             "/srv/l",
             "it is a symbolic link, and a lock must not be one: remove it",
-            f"sudo rm -r -- /srv/l && {INSTALL}",
+            f"sudo rm -f -- /srv/l && {INSTALL}",
         ),
         (
             "/srv/l",
             "it is a hard link (2 names for one file): remove it",
-            f"sudo rm -r -- /srv/l && {INSTALL}",
+            f"sudo rm -f -- /srv/l && {INSTALL}",
         ),
         ("/srv/l", "its directory /srv does not exist: create it, or set lock.path", EDIT),
         (
@@ -123,9 +123,9 @@ def test_fix_of_the_lock_is_that_of_its_problem(path: str, problem: str, fix: st
 @pytest.mark.parametrize(
     ("made", "fix"),
     [
-        (lambda path: path.mkdir(), "sudo rm -r -- {path} && sudo install"),
-        (os.mkfifo, "sudo rm -r -- {path} && sudo install"),
-        (lambda path: path.symlink_to("/dev/null"), "sudo rm -r -- {path} && sudo install"),
+        (lambda path: path.mkdir(), "sudo rmdir -- {path} && sudo install"),
+        (os.mkfifo, "sudo rm -f -- {path} && sudo install"),
+        (lambda path: path.symlink_to("/dev/null"), "sudo rm -f -- {path} && sudo install"),
         (lambda path: path.parent.rmdir(), EDIT),
         (lambda path: (path.touch(), path.parent.chmod(0o777)), "sudo chmod +t {path.parent}"),
     ],

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.e2e.standin_route import (
     running_route,
     said,
 )
-from tests.harness import HttpReply, is_alive
+from tests.harness import HttpReply, is_alive, raw_connection
 from tests.standins import tiny_decoder
 
 CONFIG = """
@@ -485,6 +486,20 @@ def test_policy_header_of_another_word_is_a_400_that_lists_the_words(route: Rout
     assert all(word in message for word in ("sometimes", "auto", "always", "never", "strict"))
     assert route.backend() == []
     assert route.runs() == []
+
+
+def test_head_that_the_decoder_cannot_be_given_is_a_400_and_no_failed_handoff(route: Route) -> None:
+    """Three of them once were three failures of a provider that had run for nothing."""
+    body = b'{"prompt": "one", "max_tokens": 4}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Odd: a\x01b\r\n"
+    with raw_connection(route.daemon.port) as client:
+        client.sendall(
+            head + b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        reply = b"".join(iter(lambda: client.recv(65536), b""))
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    assert b"cannot be passed on" in reply
+    assert (route.runs(), +route.counted()) == ([], Counter())
 
 
 def test_failures_that_have_no_daemon_of_their_own_are_errors_when_so_configured() -> None:

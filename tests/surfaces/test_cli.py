@@ -394,7 +394,9 @@ def test_cli_interrupted_while_it_is_imported_says_nothing(
         [sys.executable, "-c", run, "--version"],
         env=environment({"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}),
         capture_output=True,
-        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL
+        ),
         check=False,
     )
     assert (done.returncode, done.stderr) == (status, b"")
