@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Final
 
+from onebitd.core import problems
 from onebitd.core.advice import judge
-from onebitd.core.control_api import RequestInFlight, Status
+from onebitd.core.control_api import LastExit, RequestInFlight, Status
 from onebitd.core.costs import Costs
 from onebitd.core.forecast import SHORTEST, Forecast, Given
 from onebitd.core.handoff import HandoffRecord, Route
 from onebitd.core.page_spans import open_span, spans
+from onebitd.core.problems import Facts, Kind
 
 PAGE_PATHS: Final = ("/onebit", "/onebit/")
 EVENTS_PATH: Final = "/onebit/events"
-RECENT_EXIT_S: Final = 600.0
-"""A decoder that ended against its will is mentioned for so long after its restart."""
-MANY_FAILURES: Final = 3
 CURVE_POINTS: Final = 41
 DEFAULT_CTX: Final = 8192
 
@@ -65,12 +64,11 @@ def status_view(status: Status, now: dt.datetime) -> dict[str, Any]:
     last_exit = backend.last_exit
     counts = dataclasses.asdict(status.handoffs)
     reasons = counts.pop("by_reason")
-    problems = find_problems(status, now)
     return {
         "version": status.version,
         "instance": status.instance,
         "state": status.state,
-        "problems": problems,
+        "problems": find_problems(status, now),
         "since": round(now.timestamp() - status.uptime_s),
         "model": {
             "alias": status.model.alias,
@@ -116,12 +114,12 @@ def status_view(status: Status, now: dt.datetime) -> dict[str, Any]:
 
 def find_problems(status: Status, now: dt.datetime) -> list[str]:
     """Return a sentence for each thing that is wrong or keeps requests waiting; none when well."""
-    checks = (
-        *(_state_problem(status), _exit_problem(status, now), _stuck_problem(status)),
-        *(_breaker_problem(status), _route_problem(status), _audit_problem(status)),
-        *(_lock_problem(status), _failure_problem(status), _history_problem(status)),
-    )
-    return [sentence for sentence in checks if sentence is not None]
+    found = problems.find_problems(status.to_json(), now)
+    loading = ["The model is being loaded; until the decoder is ready, requests get 503."]
+    return [
+        *(loading if status.state == "loading" else []),
+        *(SENTENCES[kind](facts) for kind, facts in found),
+    ]
 
 
 def handoff_view(record: HandoffRecord, number: int) -> dict[str, Any]:
@@ -239,97 +237,67 @@ def _curve(values: Sequence[float | None]) -> list[float] | None:
     return known if len(known) == len(values) else None
 
 
-def _state_problem(status: Status) -> str | None:
-    last_exit = status.backend.last_exit
-    because = f" ({last_exit.brief})" if last_exit is not None else ""
-    match status.state:
-        case "failed":
-            return f"The decoder cannot be kept running{because}; onebitd ends. Its log says why."
-        case "restarting":
-            return (
-                f"The decoder is being restarted{because}; until it is ready, requests wait or"
-                " get 503."
-            )
-        case "loading":
-            return "The model is being loaded; until the decoder is ready, requests get 503."
-        case "draining":
-            return "onebitd is stopping: replies under way are finished, new requests get 503."
-    return None
+def _because(facts: Facts) -> str:
+    return "" if facts["exit"] is None else f" ({_brief(facts['exit'])})"
 
 
-def _exit_problem(status: Status, now: dt.datetime) -> str | None:
-    last_exit = status.backend.last_exit
-    if last_exit is None or status.state not in ("ready", "degraded"):
-        return None
-    ago_s = (now - dt.datetime.fromisoformat(last_exit.time)).total_seconds()
-    if ago_s > RECENT_EXIT_S:
-        return None
-    return f"The decoder ended unexpectedly ({last_exit.brief}) and was restarted."
+def _brief(reason: object) -> str:
+    return LastExit("", str(reason)).brief
 
 
-def _stuck_problem(status: Status) -> str | None:
-    if status.provider.state != "stuck":
-        return None
-    return (
-        "A run of the prefill provider cannot be killed; no prompt is handed off until it is gone."
-        " It hangs in the kernel."
-    )
-
-
-def _breaker_problem(status: Status) -> str | None:
-    provider = status.provider
-    if provider.breaker == "closed":
-        return None
-    kind = "" if provider.breaker_class is None else f" ({provider.breaker_class})"
+def _breaker(facts: Facts) -> str:
+    kind = "" if facts["class"] is None else f" ({facts['class']})"
     return (
         f"The prefill provider is not called for now{kind}: the decoder prefills instead."
         " `onebitctl status` says what helps."
     )
 
 
-def _route_problem(status: Status) -> str | None:
-    if status.provider.route_off is None:
-        return None
-    return (
-        "Nothing is handed over: this decoder makes no use of what it is handed."
-        " `onebitctl status` says why."
-    )
-
-
-def _audit_problem(status: Status) -> str | None:
-    strikes = status.audit.strikes
-    if not strikes:
-        return None
-    what = "An audit has" if strikes == 1 else f"{strikes} audits have"
+def _audit(facts: Facts) -> str:
+    what = "An audit has" if facts["strikes"] == 1 else f"{facts['strikes']} audits have"
     return f"{what} found a prompt's cache that differs from the decoder's own."
 
 
-def _lock_problem(status: Status) -> str | None:
-    lock = status.lock
-    if lock.hold == "never" or not lock.problem:
-        return None
-    what = "is not as it should be" if lock.usable else "cannot be taken"
-    return f"The device lock {what}; `onebitctl lock` says why."
+def _failures(facts: Facts) -> str:
+    failed, tried, reason = facts["failed"], facts["tried"], facts["reason"]
+    text = f"The last {failed} handoffs" if tried is None else f"{failed} of {tried} handoffs"
+    last = f", the last with {reason}" if reason else ""
+    return f"{text} failed{last}: the decoder prefills instead, which is slower."
 
 
-def _failure_problem(status: Status) -> str | None:
-    provider = status.provider
-    if provider.breaker != "closed" or provider.route_off is not None:
-        return None  # which says it all
-    if provider.consecutive_failures < MANY_FAILURES:
-        return None
-    last = provider.last_error or {}
-    with_ = f", the last with {last['reason']}" if "reason" in last else ""
-    return (
-        f"The last {provider.consecutive_failures} handoffs failed{with_}: the decoder prefills"
-        " instead, which is slower."
-    )
-
-
-def _history_problem(status: Status) -> str | None:
-    if not status.history_problem:
-        return None
-    return "Handoffs are not kept over a restart; `onebitctl status` says why."
+SENTENCES: Final[Mapping[Kind, Callable[[Facts], str]]] = {
+    "failed": lambda facts: (
+        f"The decoder cannot be kept running{_because(facts)}; onebitd ends. Its log says why."
+    ),
+    "restarting": lambda facts: (
+        f"The decoder is being restarted{_because(facts)}; until it is ready, requests wait or"
+        " get 503."
+    ),
+    "draining": lambda _: (
+        "onebitd is stopping: replies under way are finished, new requests get 503."
+    ),
+    "listener": lambda _: "The listener does not answer; `onebitctl status` says why.",
+    "exit": lambda facts: (
+        f"The decoder ended unexpectedly ({_brief(facts['reason'])}) and was restarted."
+    ),
+    "stuck": lambda _: (
+        "A run of the prefill provider cannot be killed; no prompt is handed off until it is gone."
+        " It hangs in the kernel."
+    ),
+    "breaker": _breaker,
+    "route": lambda _: (
+        "Nothing is handed over: this decoder makes no use of what it is handed."
+        " `onebitctl status` says why."
+    ),
+    "audit": _audit,
+    "lock": lambda facts: (
+        f"The device lock {'is not as it should be' if facts['usable'] else 'cannot be taken'};"
+        " `onebitctl lock` says why."
+    ),
+    "failures": _failures,
+    "history": lambda _: "Handoffs are not kept over a restart; `onebitctl status` says why.",
+}
+"""What is said of each kind, with nothing in it that may quote somebody or name a path."""
 
 
 def _lock_state(status: Status) -> str:

@@ -1,23 +1,19 @@
-"""What is wrong with a daemon, by its own words and by a look at its listener; and what helps.
+"""What `onebitctl` says of what is wrong with a daemon, and what helps.
 
-Pure functions of `/v1/status`, a plain mapping that is read with care: the daemon may be of another
-version. Its key `probe`, where it is there, is `adapters.listener_probe.Answered` as a mapping.
+Pure functions of `/v1/status`; what counts as wrong is in `core.problems`.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from onebitd.surfaces.cli_text import ago, clean, duration, moment_of, part_of
+from onebitd.core import problems
+from onebitd.core.problems import Facts, Kind
+from onebitd.surfaces.cli_text import clean, duration
 
-RECENT_EXIT_S: Final = 600.0
-"""A decoder that ended against its will counts as a fault for so long after its restart."""
-MANY_FAILURES: Final = 3
-"""So many handoffs tried in vain in a row count as a fault."""
-
-SERVING: Final = ("ready", "degraded")
+SERVING: Final = problems.SERVING
 
 ADVICE: Final = {
     "lock_busy": "wait for the program that `onebitctl lock` names, or raise lock.wait_s",
@@ -54,52 +50,23 @@ BREAKER_ADVICE: Final = {
 
 def find_problems(status: Mapping[str, Any], now: dt.datetime) -> list[str]:
     """Return a sentence for each thing that is wrong, with what to do; empty when all is well."""
-    checks = (
-        _state_problem,
-        _listener_problem,
-        _exit_problem,
-        _provider_problem,
-        _breaker_problem,
-        _route_problem,
-        _audit_problem,
-        _lock_problem,
-        _failure_problem,
-        _history_problem,
-    )
-    return [clean(problem) for check in checks if (problem := check(status, now)) is not None]
+    found = problems.find_problems(status, now)
+    return [clean(SENTENCES[kind](facts, status)) for kind, facts in found]
 
 
 def is_fine(status: Mapping[str, Any], now: dt.datetime) -> bool:
     """Tell whether the daemon is ready and nothing is wrong with it."""
-    return status.get("state") == "ready" and not find_problems(status, now)
+    return status.get("state") == "ready" and not problems.find_problems(status, now)
 
 
-def _state_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    last_exit = part_of(part_of(status, "backend"), "last_exit")
-    why = status.get("state_detail") or last_exit.get("reason")
-    because = f" ({str(why).removeprefix('the decoder: ')})" if why else ""
-    match status.get("state"):
-        case "failed":
-            return f"onebitd has failed{because}. Its log says more: {_log_of(status)}."
-        case "restarting":
-            return (
-                f"The decoder is being restarted{because}; until it is ready, requests wait or get"
-                f" 503. Its last words are in the log: {_log_of(status)}."
-            )
-        case "draining":
-            return "onebitd is stopping: replies under way are finished, new requests get 503."
-    return None
+def _because(facts: Facts) -> str:
+    return f" ({str(facts['why']).removeprefix('the decoder: ')})" if facts["why"] else ""
 
 
-def _listener_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    probe = part_of(status, "probe")
-    answer = probe.get("status")
-    if status.get("state") not in SERVING or not probe.get("tried", True) or answer == 200:
-        return None
-    if answer is None and not probe.get("error"):
-        return None
-    what = f"answers with status {answer}" if answer is not None else str(probe["error"])
-    text = f"onebitd says that it is {status['state']}, and {probe.get('url', '?')} fails: {what}."
+def _listener(facts: Facts, status: Mapping[str, Any]) -> str:
+    answer, url = facts["status"], facts["url"] or "?"
+    what = facts["error"] if answer is None else f"answers with status {answer}"
+    text = f"onebitd says that it is {status['state']}, and {url} fails: {what}."
     if status.get("listen_passed"):
         unit = f"onebitd-http@{status.get('instance', '?')}.socket"
         look = f"systemctl {'--user ' if status.get('user_unit') else ''}status {unit}"
@@ -107,65 +74,24 @@ def _listener_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None
     return f"{text} What helps: look at its log ({_log_of(status)}), restart it if it hangs."
 
 
-def _exit_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    last_exit = part_of(part_of(status, "backend"), "last_exit")
-    moment = moment_of(last_exit.get("time"))
-    if status.get("state") not in SERVING or moment is None:
-        return None
-    if (now - moment).total_seconds() > RECENT_EXIT_S:
-        return None
-    return (
-        f"The decoder ended unexpectedly {ago(last_exit.get('time'), now)}"
-        f" ({last_exit.get('reason')}) and was restarted. Its last words are in the log:"
-        f" {_log_of(status)}."
-    )
-
-
-def _provider_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    provider = part_of(status, "provider")
-    if provider.get("state") == "stuck":
-        return (
-            "A run of the prefill provider cannot be killed; no prompt is handed off until it is"
-            " gone. It hangs in the kernel: look at dmesg, the device may need a reset."
-        )
-    return None
-
-
-def _breaker_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    provider = part_of(status, "provider")
-    if provider.get("breaker") in (None, "closed"):
-        return None
-    kind, detail = provider.get("breaker_class"), provider.get("breaker_detail")
+def _breaker(facts: Facts, status: Mapping[str, Any]) -> str:
+    detail, next_try_s = facts["detail"], facts["next_try_s"]
     text = "The prefill provider is not called for now"
-    text += f": {detail}." if detail else f": its breaker is {provider['breaker']}."
-    next_try_s = provider.get("breaker_next_try_s")
+    text += f": {detail}." if detail else f": its breaker is {facts['breaker']}."
     if detail and "tried" in str(detail).rpartition("; ")[2]:
         pass  # it ends with when that will be
     elif next_try_s:
         text += f" It is tried again in {duration(next_try_s)}."
     elif next_try_s is not None:
         text += " A try of it is due or under way."
-    advice = BREAKER_ADVICE.get(str(kind))
+    advice = BREAKER_ADVICE.get(str(facts["class"]))
     if advice is not None:
         text += f" What helps: {advice}."
     return f"{text} `onebitctl provider reset` puts it back into service at once."
 
 
-def _route_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    why = part_of(status, "provider").get("route_off")
-    if not why:
-        return None
-    return (
-        f"Nothing is handed over to this decoder: {why}."
-        " After a change, `onebitctl provider reset` or a restart has it tried again."
-    )
-
-
-def _audit_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    strikes = part_of(status, "audit").get("strikes") or 0
-    if not strikes:
-        return None
-    what = "An audit has" if strikes == 1 else f"{strikes} audits have"
+def _audit(facts: Facts, status: Mapping[str, Any]) -> str:
+    what = "An audit has" if facts["strikes"] == 1 else f"{facts['strikes']} audits have"
     return (
         f"{what} found a prompt's cache that differs from the decoder's own; replies may have been"
         f" wrong. Each is in the log: {_log_of(status)}. When the cause is found,"
@@ -173,37 +99,48 @@ def _audit_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
     )
 
 
-def _lock_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    lock = part_of(status, "lock")
-    if lock.get("hold") == "never":
-        return None  # a file that nobody here takes is nobody's trouble
-    return f"Device lock {lock.get('path')}: {lock['problem']}." if lock.get("problem") else None
+def _failures(facts: Facts, status: Mapping[str, Any]) -> str:
+    failed, tried, reason = facts["failed"], facts["tried"], facts["reason"]
+    text = f"The last {failed} handoffs" if tried is None else f"{failed} of {tried} handoffs"
+    last = f", the last with {reason}" if reason else ""
+    advice = ADVICE.get(str(reason), "`onebitctl handoffs` shows each, the log holds more")
+    text += f" failed{last}: the decoder prefills instead, which is slower."
+    return f"{text} What helps: {advice}."
 
 
-def _failure_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    provider, counts = part_of(status, "provider"), part_of(status, "handoffs")
-    if provider.get("breaker") not in (None, "closed") or provider.get("route_off"):
-        return None  # which says it all
-    in_a_row = provider.get("consecutive_failures") or 0
-    failed = sum(counts.get(name) or 0 for name in ("fallback", "wasted", "failed"))
-    tried = failed + (counts.get("used") or 0)
-    if in_a_row >= MANY_FAILURES:
-        text = f"The last {in_a_row} handoffs failed"
-    elif in_a_row and tried >= 10 and failed * 2 > tried:
-        text = f"{failed} of {tried} handoffs failed"
-    else:
-        return None
-    failure = part_of(provider, "last_error")
-    reason = failure.get("reason", "?")
-    advice = ADVICE.get(reason, "`onebitctl handoffs` shows each, the log holds more")
-    if failure:
-        text += f", the last with {reason}"
-    return f"{text}: the decoder prefills instead, which is slower. What helps: {advice}."
-
-
-def _history_problem(status: Mapping[str, Any], now: dt.datetime) -> str | None:
-    why = status.get("history_problem")
-    return f"Handoffs are not kept over a restart: {str(why).rstrip('.')}." if why else None
+SENTENCES: Final[Mapping[Kind, Callable[[Facts, Mapping[str, Any]], str]]] = {
+    "failed": lambda facts, status: (
+        f"onebitd has failed{_because(facts)}. Its log says more: {_log_of(status)}."
+    ),
+    "restarting": lambda facts, status: (
+        f"The decoder is being restarted{_because(facts)}; until it is ready, requests wait or get"
+        f" 503. Its last words are in the log: {_log_of(status)}."
+    ),
+    "draining": lambda *_: (
+        "onebitd is stopping: replies under way are finished, new requests get 503."
+    ),
+    "listener": _listener,
+    "exit": lambda facts, status: (
+        f"The decoder ended unexpectedly {duration(facts['ago_s'])} ago ({facts['reason']}) and was"
+        f" restarted. Its last words are in the log: {_log_of(status)}."
+    ),
+    "stuck": lambda *_: (
+        "A run of the prefill provider cannot be killed; no prompt is handed off until it is gone."
+        " It hangs in the kernel: look at dmesg, the device may need a reset."
+    ),
+    "breaker": _breaker,
+    "route": lambda facts, _: (
+        f"Nothing is handed over to this decoder: {facts['why']}."
+        " After a change, `onebitctl provider reset` or a restart has it tried again."
+    ),
+    "audit": _audit,
+    "lock": lambda facts, _: f"Device lock {facts['path']}: {facts['problem']}.",
+    "failures": _failures,
+    "history": lambda facts, _: (
+        f"Handoffs are not kept over a restart: {str(facts['why']).rstrip('.')}."
+    ),
+}
+"""What is said of each kind, by its facts and by the whole status."""
 
 
 def _log_of(status: Mapping[str, Any]) -> str:

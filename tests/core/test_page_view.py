@@ -159,6 +159,13 @@ def test_problems_of_a_daemon_that_is_fine_are_none() -> None:
             "The last 3 handoffs failed, the last with no_space",
         ),
         (
+            {
+                "provider": {"consecutive_failures": 1, "last_error": {"reason": "no_space"}},
+                "handoffs": {"used": 4, "fallback": 6},
+            },
+            "6 of 10 handoffs failed, the last with no_space: the decoder prefills",
+        ),
+        (
             {"backend": {"last_exit": LastExit("2026-01-31T11:55:00.000Z", "status 3: boo")}},
             "The decoder ended unexpectedly (status 3) and was restarted",
         ),
@@ -178,15 +185,12 @@ def test_problems_each_get_one_sentence(changes: dict[str, Any], words: str) -> 
     assert PRIVATE not in problem
 
 
-def test_problems_forget_an_old_exit_and_a_lock_nobody_takes() -> None:
-    """Ten minutes later the decoder's exit is history."""
-    old = dataclasses.replace(
-        STATUS.backend, last_exit=LastExit("2026-01-31T11:49:59.000Z", "status 3")
-    )
+def test_status_view_of_a_lock_that_nobody_takes_says_so() -> None:
+    """Whatever its file is like."""
     lock = dataclasses.replace(STATUS.lock, hold="never", problem="mode 0600")
-    status = dataclasses.replace(STATUS, backend=old, lock=lock)
-    assert page_view.find_problems(status, NOW) == []
-    assert page_view.status_view(status, NOW)["lock"]["state"] == "not used"
+    shown = page_view.status_view(dataclasses.replace(STATUS, lock=lock), NOW)
+    assert shown["lock"]["state"] == "not used"
+    assert shown["problems"] == []
 
 
 FILE = {

@@ -13,8 +13,9 @@ import pytest
 
 from onebitd.core.handoff import Outcome
 from onebitd.core.handoff_filter import MAX_LIMIT
+from onebitd.core.problems import MANY_FAILURES, MANY_TRIED, RECENT_EXIT_S
 from onebitd.services.history import FOLLOWER_RECORDS
-from onebitd.surfaces import cli, cli_handoff_table, cli_handoffs, cli_problems
+from onebitd.surfaces import cli, cli_handoff_table, cli_handoffs
 
 PAGE = Path(__file__).parents[2] / "man" / "onebitctl.1"
 
@@ -98,7 +99,10 @@ def test_man_page_numbers_are_those_of_the_program() -> None:
     assert f"From {cli_handoff_table.WIDE_COLUMNS} columns on" in text
     assert f"fewer than {cli_handoff_table.ONE_LINE_COLUMNS} columns" in text
     assert f"more than {FOLLOWER_RECORDS} handoffs behind" in text
-    assert f"less than {cli_problems.RECENT_EXIT_S / 60:.0f} minutes ago" in text
+    assert f"less than {RECENT_EXIT_S / 60:.0f} minutes ago" in text
+    assert (MANY_FAILURES, MANY_TRIED) == (3, 10)
+    assert "three or more failed handoffs in a row; and failures" in text
+    assert "from ten handoffs on" in text
     statuses = re.findall(r"^\.It (\d+)$", PAGE.read_text(), re.MULTILINE)
     assert statuses == ["0", "1", "2", "3", "4", "130", "141"]
 

@@ -499,20 +499,6 @@ def test_status_page_lock_that_is_not_used_has_no_problem() -> None:
     assert "\nlock      not used (NPU_NO_DEVICE_LOCK)\n" in page
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"backend": backend(restarts=1, last_exit=LastExit("2026-05-01T11:50:00Z", "sig 9"))},
-        {"provider": provider(consecutive_failures=2, last_error=LAST_ERROR)},
-        {"history": history_of(used=1, fallback=20), "provider": provider()},
-        {"provider": ProviderStatus(None, "none", "closed", 0, None)},
-    ],
-)
-def test_find_problems_past_or_single_faults_are_none(changes: dict[str, Any]) -> None:
-    """What is over, or happened once or twice, does not raise an alarm."""
-    assert cli_problems.find_problems(status_of(**changes), NOW) == []
-
-
 def test_status_page_loading_is_not_fine_and_not_wrong() -> None:
     """A model that loads is no fault, and not ready either."""
     status = status_of(state="loading", state_detail="50 %", backend=backend(state="LOADING"))
