@@ -6,9 +6,10 @@ rule there are replaced:
 - times in milliseconds: by figures of a small machine that fit together, made from the tokens;
 - moments: a record's is given by the number at the end of its request id, those of a status lie
   some time back;
-- pids, resident size, build, age and uptime;
+- pids, resident size, age and uptime;
 - what is learned: the time of a sample follows from its tokens.
 
+`FIXED` has the names, and tests/e2e/test_terminal.py sees that no other value is replaced.
 Whatever a daemon leaves out stays left out. Paths are none of this module's business.
 """
 
@@ -25,6 +26,13 @@ FIRST_MOMENT: Final = dt.datetime(2026, 1, 30, 9, 41, tzinfo=dt.UTC)
 HOURS_AGO_S: Final = 2 * 3600 + 5 * 60 + 30
 """Shown as `2 h 5 min`, however slow the machine."""
 MINUTES_AGO_S: Final = 180.5
+
+FIXED: Final = re.compile(
+    r".*_(ms|s|sum_ms|per_s|moment)|pid|rss_bytes|time|first_time|last_time|p50|p95"
+    r"|wins|best_tokens|best_factor|prompt_hash"
+)
+"""The names of what is replaced. In `detail`, `breaker_detail` and `state_detail` it is numbers
+with their unit alone, and in `costs` the third and fourth of each sample."""
 
 _SUMMARY: Final = {
     "queue_ms": 0.02,
@@ -48,8 +56,8 @@ _SUMMARY: Final = {
 _IN_SENTENCES: Final = (
     (r"\b\d[\d.]* ms\b", "412 ms"),
     (r"\bpid \d+\b", "pid 3977"),
-    (r"not called for \d+ s\b", "not called for 3 s"),
-    (r"tried again in \d+ s\b", "tried again in 7 s"),
+    (r"not called for \d+ (s|min)\b", "not called for 3 s"),
+    (r"tried again in \d+ (s|min)\b", "tried again in 5 min"),
 )
 
 
@@ -63,7 +71,7 @@ def pinned_status(status: Mapping[str, Any], now: dt.datetime) -> dict[str, Any]
     backend = dict(found["backend"])
     backend |= {
         name: value
-        for name, value in (("pid", BACKEND_PID), ("rss_bytes", 812 << 20), ("build", "b10434"))
+        for name, value in (("pid", BACKEND_PID), ("rss_bytes", 812 << 20))
         if backend.get(name) is not None
     }
     if backend.get("last_exit"):
@@ -74,7 +82,7 @@ def pinned_status(status: Mapping[str, Any], now: dt.datetime) -> dict[str, Any]
     if provider.get("breaker_detail"):
         provider["breaker_detail"] = pinned_text(provider["breaker_detail"])
     if provider.get("breaker_next_try_s"):
-        provider["breaker_next_try_s"] = 42.0
+        provider["breaker_next_try_s"] = 280.0
     lock, holder = dict(found["lock"]), found["lock"].get("holder")
     if holder:
         lock["holder"] = {**holder, "pid": DAEMON_PID if holder["pid"] == pid else 3977}
@@ -125,7 +133,7 @@ def pinned_record(record: Mapping[str, Any]) -> dict[str, Any]:
 def pinned_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return a summary with its figures fixed."""
     found = {key: _pinned_figures(entry, key) for key, entry in summary.items()}
-    for name, second in (("first_time", 7), ("last_time", 77)):
+    for name, second in (("first_time", 7), ("last_time", 7 * int(summary.get("count") or 1))):
         if found.get(name) is not None:
             moment = FIRST_MOMENT + dt.timedelta(seconds=second)
             found[name] = moment.isoformat().replace("+00:00", "Z")
@@ -146,7 +154,7 @@ def pinned_costs(document: Mapping[str, Any], now: dt.datetime) -> dict[str, Any
     rates = {"decoder": (3.9, 9.6), "decoder_one": (0.001, 13.5), "front": (0.001, 2.0)}
     for name, rate in (rates | {"restore": (0.0002, 2.9), "reply": (34.9, 0.0)}).items():
         costs[name] = samples(costs[name], *rate)
-    costs["lock"] = [[0.05, 1.0] for _ in costs["lock"][:1]]
+    costs["lock"] = [[0.05, *one[1:]] for one in costs["lock"]]
     return {**document, "costs": costs}
 
 

@@ -1,4 +1,8 @@
-"""A control socket of its own in front of a daemon's: the same answers, with fixed figures."""
+"""A control socket of its own in front of a daemon's: the same answers, with fixed figures.
+
+The daemon sees who really asks: each connection is made as the user, and with the groups, of the
+client that it is made for. Whom the daemon would refuse is refused, in its own words.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import terminal_pins as pins
+from tests.e2e.terminal_users import become_client
 from tests.llama_builds import UnixConnection
 
 
@@ -48,6 +53,7 @@ class Relay:
             head, body = _read_request(client)
             if not head:
                 return  # only looked whether somebody is there
+            become_client(client)
             method, target, _ = head.split("\r\n")[0].split(" ")
             daemon = UnixConnection(self._daemon_socket, 30.0)
             with contextlib.closing(daemon):
@@ -66,7 +72,7 @@ class Relay:
         text = data.decode()
         for real, shown in self._shown.items():
             text = text.replace(real, shown)
-        return json.dumps(_pinned_document(target.partition("?")[0], json.loads(text))).encode()
+        return json.dumps(pinned_document(target.partition("?")[0], json.loads(text))).encode()
 
 
 def _read_request(client: socket.socket) -> tuple[str, bytes]:
@@ -86,7 +92,8 @@ def _read_request(client: socket.socket) -> tuple[str, bytes]:
     return text, body
 
 
-def _pinned_document(path: str, document: dict[str, Any]) -> dict[str, Any]:
+def pinned_document(path: str, document: dict[str, Any]) -> dict[str, Any]:
+    """Return the daemon's answer to a path, without its query, with its figures fixed."""
     now = dt.datetime.now(dt.UTC)
     if "error" in document and "state" not in document:
         return document

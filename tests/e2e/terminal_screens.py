@@ -85,6 +85,8 @@ ASCII: Final = Terminal(
 ALL: Final = (AT_80, AT_100, AT_160, PIPED, NO_COLOR, ASCII)
 EVERY: Final = (*ALL, DUMB, LC_C)
 WIDTHS: Final = (AT_80, AT_100, AT_160, PIPED)
+FIVE: Final = (*WIDTHS, NO_COLOR)
+"""For what says its sentences in every state and to everybody."""
 FEW: Final = (AT_80, PIPED, ASCII)
 
 
@@ -110,14 +112,20 @@ class Desk:
     shown: Mapping[str, str]
     become: Sequence[str] = ()
 
-    def look(self, words: Sequence[str], terminal: Terminal, stdin: bytes = b"") -> Screen:
-        """Run a command and check what every command has to keep to."""
+    def look(
+        self,
+        words: Sequence[str],
+        terminal: Terminal,
+        stdin: bytes = b"",
+        interrupt_at: bytes | None = None,
+    ) -> Screen:
+        """Run a command and check what every command has to keep to; for the rest see `typed`."""
         argv = [*self.become, sys.executable, "-m", "onebitd.surfaces.cli", *words]
         environ = {**self.environ, **terminal.environ}
         if terminal.columns is None:
-            screen = _piped(argv, environ, stdin)
+            screen = _piped(argv, environ, stdin, interrupt_at)
         else:
-            screen = _on_terminal(argv, environ, terminal, stdin)
+            screen = _on_terminal(argv, environ, terminal, stdin, interrupt_at)
         if terminal.is_ascii:
             assert screen.text.isascii(), [one for one in screen.text if not one.isascii()]
         return screen._replace(text=self.as_shown(screen.text))
@@ -139,6 +147,8 @@ def shots(
     tidy: Callable[[str], str] = str,
     at_once: bool = True,
     stdin: bytes = b"",
+    interrupt_at: bytes | None = None,
+    before: Callable[[], object] | None = None,
 ) -> str:
     """Return a command in each terminal as a text to hold.
 
@@ -149,13 +159,17 @@ def shots(
         tidy: replaces more of what changes.
         at_once: whether the command may run several times at once.
         stdin: what is typed into it.
+        interrupt_at: Ctrl-C is typed as soon as a line with this is complete.
+        before: done before each run, one at a time: what changes something then finds the same.
     """
 
     def take(terminal: Terminal) -> Screen:
-        screen = desk.look(words, terminal, stdin)
+        if before is not None:
+            before()
+        screen = desk.look(words, terminal, stdin, interrupt_at)
         return screen._replace(text=tidy(screen.text))
 
-    with ThreadPoolExecutor(3 if at_once else 1) as pool:
+    with ThreadPoolExecutor(3 if at_once and before is None else 1) as pool:
         taken = list(pool.map(take, terminals))
     assert len({screen.status for screen in taken}) == 1, [screen.status for screen in taken]
     lines = [f"$ onebitctl {' '.join(words)}", f"exit status {taken[0].status}"]
@@ -179,9 +193,14 @@ def shots_of_each(
     *,
     tidy: Callable[[str], str] = str,
 ) -> list[str]:
-    """Return `shots` of several commands, some at a time."""
-    with ThreadPoolExecutor(3) as pool:
-        return list(pool.map(lambda words: shots(desk, words, terminals, tidy=tidy), lines))
+    """Return `shots` of several commands, two at a time; those that say the same, once."""
+    with ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(lambda words: shots(desk, words, terminals, tidy=tidy), lines))
+    typed_for: dict[str, list[str]] = {}
+    for text in texts:
+        command, _, rest = text.partition("\n")
+        typed_for.setdefault(rest, []).append(command)
+    return ["\n".join([*commands, rest]) for rest, commands in typed_for.items()]
 
 
 def hold(name: str, *texts: str) -> None:
@@ -204,23 +223,42 @@ def hold(name: str, *texts: str) -> None:
         )
 
 
-def _piped(argv: Sequence[str], environ: Mapping[str, str], stdin: bytes) -> Screen:
-    done = subprocess.run(
-        argv, env=environ, cwd="/", input=stdin, capture_output=True, timeout=120, check=False
-    )
-    out, err = done.stdout.decode(), done.stderr.decode()
+def _piped(
+    argv: Sequence[str], environ: Mapping[str, str], stdin: bytes, interrupt_at: bytes | None
+) -> Screen:
+    with subprocess.Popen(
+        argv,
+        env=environ,
+        cwd="/",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,  # communicate() reads past what a buffer has
+    ) as process:
+        seen = b""
+        if interrupt_at is not None:
+            assert process.stdout is not None
+            while interrupt_at not in seen and (line := process.stdout.readline()):
+                seen += line
+            process.send_signal(signal.SIGINT)
+        rest, told = process.communicate(stdin, 120)
+    out, err = (seen + rest).decode(), told.decode()
     assert "\x1b" not in out + err, "ANSI sequences in a pipe"
     assert not out or out.endswith("\n"), out
     text = out.rstrip("\n")
     if err:
         text += ("\n" if text else "") + "-- standard error\n" + err.rstrip("\n")
-    return Screen(text, (), done.returncode)
+    return Screen(text, (), process.returncode)
 
 
 def _on_terminal(
-    argv: Sequence[str], environ: Mapping[str, str], terminal: Terminal, stdin: bytes
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    terminal: Terminal,
+    stdin: bytes,
+    interrupt_at: bytes | None,
 ) -> Screen:
-    data, status = typed(argv, environ, terminal, stdin)
+    data, status = typed(argv, environ, terminal, stdin, interrupt_at)
     text = data.decode()
     assert "Traceback" not in text, text
     return Screen(*seen_on(_PROGRESS.sub("", text), terminal), status)
@@ -241,7 +279,7 @@ def typed(
         environ: of it.
         terminal: its columns.
         stdin: what it reads.
-        interrupt_at: SIGINT is sent as soon as this has come.
+        interrupt_at: SIGINT is sent as soon as this has come, and what came last ends.
         lines: of the terminal.
     """
     ours, theirs = pty.openpty()
@@ -262,7 +300,8 @@ def typed(
         if not more:
             break
         data += more
-        if interrupt_at is not None and not is_interrupted and interrupt_at in data:
+        is_seen = interrupt_at is not None and interrupt_at in data
+        if is_seen and not is_interrupted and data.endswith((b"\n", interrupt_at or b"\n")):
             process.send_signal(signal.SIGINT)
             is_interrupted = True
     os.close(ours)
@@ -308,7 +347,8 @@ def main(words: Sequence[str]) -> int:
         return 2
     os.environ[WRITE] = "1"
     rest = [word for word in words if word != "--write"]
-    return int(pytest.main(["-q", "-s", str(Path(__file__).with_name("test_terminal.py")), *rest]))
+    tests = map(str, sorted(Path(__file__).parent.glob("test_terminal*.py")))
+    return int(pytest.main(["-q", "-s", *tests, *rest]))
 
 
 if __name__ == "__main__":
