@@ -105,7 +105,7 @@ def _group_to_join(node: Path, groups: Sequence[int]) -> str | None:
 
 def _memory_sentence(limit: int | None, *, small_only: bool) -> str | None:
     if limit is None:
-        limit = -1 if _may_lock_any_amount() else resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        limit = memlock_limit()
     if limit < 0 or (small_only and limit >= SMALL_BYTES):
         return None
     size = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit >> 10} KiB"
@@ -113,6 +113,11 @@ def _memory_sentence(limit: int | None, *, small_only: bool) -> str | None:
         f"this process may lock {size} of memory (RLIMIT_MEMLOCK):"
         " set LimitMEMLOCK=infinity in its service and restart it"
     )
+
+
+def memlock_limit() -> int:
+    """Return how much memory this process may lock, -1 for any amount."""
+    return -1 if _may_lock_any_amount() else resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
 
 
 def _may_lock_any_amount() -> bool:

@@ -79,11 +79,10 @@ class Who:
     @classmethod
     def this_process(cls) -> Who:
         """Return who we are; `memlock_bytes` is negative where there is no limit."""
-        import resource
+        from onebitd.adapters.device_access import memlock_limit
 
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         gids = (os.getegid(), *os.getgroups())
-        return cls(sight.own_name(), os.geteuid(), gids, -1 if limit < 0 else limit)
+        return cls(sight.own_name(), os.geteuid(), gids, memlock_limit())
 
 
 def _may_open(node: Path) -> bool:
