@@ -244,11 +244,15 @@ _COORDINATES = [
     Damage(
         f"{name}-elsewhere",
         lambda s, at=at: s.put(s.kv.cells + 5 * s.kv.cell_bytes + at, "i", 3000),  # type: ignore[misc]
-        f"cell 5: {name} 3000",
+        f"cell 5: {words}",
         ("transposed",),
         least_version,
     )
-    for name, at, least_version in (("x", 8, 2), ("y", 12, 2), ("token", 16, 3))
+    for name, at, words, least_version in (
+        ("x", 8, "x 3000", 2),
+        ("y", 12, "y 3000", 2),
+        ("token", 16, "not the token that was handed over", 3),
+    )
 ]
 _SLIDING = [
     Damage(

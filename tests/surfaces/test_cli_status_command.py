@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import socket
 import struct
@@ -317,13 +318,14 @@ class Watcher:
         fcntl.ioctl(self.ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def until(self, pattern: str) -> str:
-        """Read until what has come since the last call matches; return that."""
+        """Read until what has come matches; return it to the match's end, the rest is for later."""
         deadline = time.monotonic() + PATIENCE_S
-        while not re.search(pattern, self.seen, re.DOTALL):
-            assert time.monotonic() < deadline, self.seen
+        while (found := re.search(pattern, self.seen, re.DOTALL)) is None:
+            left_s = max(0.0, deadline - time.monotonic())
+            assert select.select([self.ours], [], [], left_s)[0], self.seen
             self.seen += os.read(self.ours, 65536).decode()
-        found, self.seen = self.seen, ""
-        return found
+        seen, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return seen
 
     def rest(self) -> str:
         """Read what comes until the child has closed the terminal."""
