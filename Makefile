@@ -40,7 +40,7 @@ endif
 # Three lanes at once, for two processors, that take about as long: most of what needs a real decoder;
 # what often waits, for the timers of booted systemd boxes (where the Debian package is built once, also
 # for those that look into it) or in a storm; and all else. What the first two say comes at their end.
-BOX_TESTS := tests/systemd tests/repo/test_deb.py tests/chaos tests/fuzz tests/surfaces \
+BOX_TESTS := tests/systemd tests/repo/test_deb.py tests/chaos tests/fuzz \
 	$(addprefix tests/e2e/test_,history.py page.py readme.py try_bench.py)
 SIDE_TESTS := tests/contract tests/bench $(sort $(wildcard tests/e2e/test_*_real.py)) \
 	$(addprefix tests/e2e/test_,clients.py conformance.py hybrid_e2e.py never_lose.py prefill_llama.py \

@@ -29,7 +29,7 @@ from tests.standins import tiny_state
 from tests.tools import fetch_clients
 
 SEED = 20260601
-CONNECTIONS = int(os.environ.get("FUZZ_CONNECTIONS", "2000"))
+CONNECTIONS = int(os.environ.get("FUZZ_CONNECTIONS", "1200"))
 """In all; `make fuzz` has more."""
 EXAMPLES = max(6, CONNECTIONS // 500)
 """Generated requests for each endpoint and kind."""
